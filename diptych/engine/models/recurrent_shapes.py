@@ -55,7 +55,12 @@ class DeltaShape:
     @property
     def into(self) -> tuple[str, ...]:
         """See `RecurrentShape.into`."""
-        return (*(("q_proj", "k_proj", "v_proj") if self.apart else ("qkv_proj",)), "gate_proj", "rate", "step")
+        return (
+            *(("q_proj", "k_proj", "v_proj") if self.apart else ("qkv_proj",)),
+            "gate_proj",
+            "rate",
+            "step",
+        )
 
     @property
     def within(self) -> tuple[str, ...]:

@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diptych.engine.adapters import modules
-from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.adapters.adapter import Adapter, BadAdapter
 from diptych.engine.adapters.reader import read_adapter
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Checkpoint
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.engine.weights.rows import rows_of
 from tests.adapters import merged, write_adapter
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.models import test_lfm2 as lfm2
-from tests.diptych.engine.models.family_models import Stepper, oracle_logits, text_of
-from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
+from tests.diptych.engine.models.family_models import Stepper, oracle_logits, randomise, text_of
+from tests.diptych.engine.models.recurrent_models import CASES, config_of, oracle_of, save
 
 EXACT = 2e-4
 """Largest difference of a logit in float32."""
@@ -31,8 +35,10 @@ SHOWS = 1e-2
 """Least difference of some logit where an adapter's part is left out."""
 _ELSEWHERE = re.compile(r".*(experts?\b|router|\.gate$|shared_expert)")
 """Linear modules of layers that can have no change."""
-SAMPLE = frozenset({"qwen3-next", "falcon-h1", "jamba"})
-"""Cases of every kind of recurrence but the short convolution."""
+SAMPLE = frozenset({"lfm2", "qwen3-next", "falcon-h1", "jamba"})
+"""Cases of every kind of recurrence."""
+
+QWEN = shape_from_config(resolve_config(config_of("qwen3-next").to_dict()), tied=False)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +76,10 @@ def oracle_named(name: str) -> Any:
     if name != "lfm2":
         return oracle_of(name)
     torch.manual_seed(11)
-    return lfm2.Lfm2ForCausalLM(lfm2.Lfm2Config(**lfm2.SIZES, **lfm2.CASES["biased"])).eval()
+    config = lfm2.Lfm2Config(**lfm2.SIZES, **lfm2.CASES["biased"], num_hidden_layers=3)
+    oracle = lfm2.Lfm2ForCausalLM(config).eval()
+    randomise(oracle)
+    return oracle
 
 
 def write(folder: Path, oracle: Any, seed: int, rank: int) -> Path:
@@ -101,7 +110,15 @@ def native_of(checkpoint: Checkpoint) -> NativeBackend:
     return NativeBackend(checkpoint.shape, checkpoint.weights, torch.float32)
 
 
-BACKENDS = [pytest.param(torch_of, id="torch"), pytest.param(native_of, id="native")]
+def device_of(checkpoint: Checkpoint) -> TritonBackend:
+    return TritonBackend(checkpoint.shape, checkpoint.weights, "cpu", REFERENCE_OPERATORS)
+
+
+BACKENDS = [
+    pytest.param(torch_of, id="torch"),
+    pytest.param(native_of, id="native"),
+    pytest.param(device_of, id="triton"),
+]
 
 
 def with_adapters(backend: Any, *adapters: Adapter) -> Any:
@@ -162,7 +179,10 @@ def test_each_matrix_left_out_shows(case: Case, make: Any) -> None:
     whole, shape, text = case.adapter(), case.checkpoint.shape, text_of(40)
     [exact] = mixed_logits(with_adapters(make(case.checkpoint), whole), shape, [text], [0], 40)
     for field in sorted({field for layer in whole.layers for field in layer}):
-        fewer = Adapter(tuple({name: one for name, one in layer.items() if name != field} for layer in whole.layers))
+        layers = [dict(layer) for layer in whole.layers]
+        for layer in layers:
+            layer.pop(field, None)
+        fewer = Adapter(tuple(layers))
         [logits] = mixed_logits(with_adapters(make(case.checkpoint), fewer), shape, [text], [0], 40)
         assert (logits - exact).abs().max() > SHOWS / 10, field
 
@@ -193,3 +213,41 @@ def test_rows_in_the_files_order_and_matrices_without_factors_show(
         backend = with_adapters(torch_of(case.checkpoint), wrong)
         [logits] = mixed_logits(backend, case.checkpoint.shape, [text], [0], 40)
         assert (logits - exact).abs().max() > SHOWS
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("conv1d", "target_modules: 'conv1d' cannot be adapted here"),
+        ("A_log", "target_modules: 'A_log' cannot be adapted here"),
+        ("dt_bias", "target_modules: 'dt_bias' cannot be adapted here"),
+        ("shared_expert_gate", "target_modules: 'shared_expert_gate' cannot be adapted here"),
+        ("x_proj", "target_modules: 'x_proj' matches no module of this model"),
+    ],
+)
+def test_targets_that_are_no_matrices_of_the_model_are_refused(
+    target: str, message: str, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path, oracle_of("qwen3-next"), seed=1, targets=["q_proj"])
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('["q_proj"]', f'["q_proj", "{target}"]'))
+    with pytest.raises(BadAdapter, match=message):
+        read_adapter(folder, QWEN, 64)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("linear_attn.conv1d", "conv1d.lora_A.weight: adapters of convolutions are not computed"),
+        ("mlp.shared_expert.up_proj", "up_proj.lora_A.weight: adapters of experts are not computed"),
+        ("mlp.gate", "mlp.gate.lora_A.weight: its module cannot be adapted here"),
+        ("linear_attn.x_proj", "x_proj.lora_A.weight: the model has no such module that can be adapted"),
+    ],
+)
+def test_tensors_of_what_is_not_computed_are_refused(module: str, message: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, oracle_of("qwen3-next"), seed=1, targets=["q_proj"])
+    path = folder / "adapter_model.safetensors"
+    extra = {f"base_model.model.model.layers.0.{module}.lora_A.weight": torch.ones(4, 8)}
+    save_file({**load_file(path), **extra}, path)
+    with pytest.raises(BadAdapter, match=message):
+        read_adapter(folder, QWEN, 64)

@@ -13,6 +13,9 @@ from diptych.engine.backends.torch.recurrent.mamba import Mamba
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import RECURRENT, layer_shapes
 
+Advance = Callable[[torch.Tensor, States], tuple[torch.Tensor, States]]
+"""`RecurrentLayer.advance`."""
+
 
 class AdaptedRecurrence:
     """See `RecurrentLayer`: a layer as it is, whose products are those of merged matrices in adapted rows."""
@@ -31,11 +34,12 @@ class AdaptedRecurrence:
         out = self._layer.project(x_TH)
         return self._adapters.add(self._index, self._into, x_TH, out, self._widths)
 
-    def of_rows(self, rows: torch.Tensor) -> Callable[[torch.Tensor, States], tuple[torch.Tensor, States]]:
+    def of_rows(self, rows: torch.Tensor) -> Advance:
         """Return `RecurrentLayer.advance` for some rows of the step, whose numbers are `rows` `[B, N]`."""
         if not isinstance(self._layer, Mamba):
             return self._layer.advance
-        return partial(self._layer.advance, change=partial(self._change, self._adapters.of_rows(rows.flatten())))
+        change = partial(self._change, self._adapters.of_rows(rows.flatten()))
+        return partial(self._layer.advance, change=change)
 
     def advance(self, mixed_BNX: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
         """Refuse to advance rows whose adapters are not known: `of_rows` knows them."""
@@ -46,7 +50,5 @@ class AdaptedRecurrence:
         out = self._layer.output(mixed_TY)
         return self._adapters.add(self._index, (RECURRENT + "out_proj",), mixed_TY, out, out.shape[1:])
 
-    def _change(
-        self, adapters: StepAdapters, name: str, x: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+    def _change(self, adapters: StepAdapters, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return adapters.add(self._index, (RECURRENT + name,), x, out, out.shape[1:])

@@ -17,8 +17,8 @@ from diptych.engine.backends.torch.recurrent.selective_scan import selective_sca
 from diptych.engine.models.recurrent_shapes import ScanShape
 
 Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`change(matrix, x, out)`: returns `out [rows, outputs]`, the product of a matrix with `x [rows, inputs]`, with
-what adapters add to it.
+"""`change(matrix, x, out)`: returns `out [rows, outputs]`, the product of a matrix with `x [rows, inputs]`,
+with what adapters add to it.
 """
 
 

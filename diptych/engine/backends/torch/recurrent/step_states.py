@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diptych.engine.backends.torch.recurrent.adapted import AdaptedRecurrence
+from diptych.engine.backends.torch.recurrent.adapted import AdaptedRecurrence, Advance
 from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, States
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.state_layout import StatePages
@@ -114,7 +114,7 @@ class StepStates:
         states = run.states(index, self._shapes[index])
         out = []
         for piece in run.pieces:
-            advance = layer.advance
+            advance: Advance = layer.advance
             if isinstance(layer, AdaptedRecurrence):
                 advance = layer.of_rows(run.rows[:, piece.tokens])
             given, states = advance(mixed_BNX[:, piece.tokens], states)
