@@ -42,7 +42,7 @@ class PackedMixer:
     products: Mapping[str, Linear | Product]
     """Matrices of one input, joined, by the names of `MixerKind.joined`."""
     tensors: Mapping[str, torch.Tensor]
-    """All others, by the names of `RecurrentShape.tensors`."""
+    """Tensors that are no such matrix, by the names of `RecurrentShape.tensors`."""
 
 
 PackMixer = Callable[[int, Mapping[str, Matrix], torch.device], PackedMixer]
@@ -60,7 +60,7 @@ class PackedLayer:
     sinks: torch.Tensor | None
     """float32 `[heads]`."""
     q_gate: Linear | Product | None
-    """What the sigmoid of the output's gate is taken of, `[heads * head_dim, hidden]`."""
+    """Matrix whose product's sigmoid is the gate of what attention mixes, `[heads * head_dim, hidden]`."""
     output: Linear | Product
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
