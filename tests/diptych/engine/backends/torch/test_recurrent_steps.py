@@ -161,7 +161,7 @@ class OtherShape(ShortConvShape):
 
 
 def test_what_other_steps_lack_is_named() -> None:
-    assert lacks_adapters(RECURRENT) == "adapters of recurrent layers"
+    assert lacks_adapters(RECURRENT) is None
     assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
     assert native.supports(RECURRENT) is None
     assert triton.supports(RECURRENT) is None

@@ -232,8 +232,7 @@ def test_a_recorded_step_without_its_states_is_refused() -> None:
         backend.prepare_decode(KVMemory(LAYOUT, BLOCKS))
 
 
-def test_adapters_and_trees_are_refused_by_name() -> None:
-    assert meant().allow_adapters(2, 8) == "adapters of recurrent layers"
+def test_trees_are_refused_by_name() -> None:
     assert meant().lacks_trees() == "a recurrent layer knows no trees of tokens"
 
 
