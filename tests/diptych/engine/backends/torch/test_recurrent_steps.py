@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
-from diptych.engine.backends.native import supports as native
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
@@ -163,7 +162,6 @@ class OtherShape(ShortConvShape):
 def test_what_other_steps_lack_is_named() -> None:
     assert lacks_adapters(RECURRENT) is None
     assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
-    assert native.supports(RECURRENT) is None
     assert triton.supports(RECURRENT) is None
     other = LayerShape(attention=False, recurrent=OtherShape(12, 3))
     assert triton.supports(replace(RECURRENT, layers=(LayerShape(), other))) == (
