@@ -43,37 +43,32 @@ def model_of(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "flags"),
+    ("family", "workers", "flags"),
     [
-        ("lfm2", ["--decode-workers", "1"]),
-        *(pytest.param(family, [], marks=pytest.mark.full) for family in TARGETS),
-        pytest.param("jamba", ["--backend", "torch", "--transport", "tcp"], marks=pytest.mark.full),
+        ("lfm2", 1, []),
+        *(pytest.param(family, 2, [], marks=pytest.mark.full) for family in TARGETS),
+        pytest.param("jamba", 2, ["--backend", "torch", "--transport", "tcp"], marks=pytest.mark.full),
     ],
 )
-def test_mixed_rows_loads_and_a_lost_worker(family: str, flags: list[str], tmp_path: Path) -> None:
+def test_mixed_rows_loads_and_a_lost_worker(
+    family: str, workers: int, flags: list[str], tmp_path: Path
+) -> None:
+    """Lose a worker where there is another one."""
     folder = model_of(tmp_path / "model", family)
     base, targets = tiny_model.oracle(folder), TARGETS[family]
-    loses = "--decode-workers" not in flags
 
     def adapter(name: str, seed: int, targets: tuple[str, ...], **more: Any) -> Path:
         return write_adapter(tmp_path / name, base, seed=seed, targets=targets, **more)
 
     paths = {A: adapter("a", 1, targets), B: adapter("b", 2, targets[-3:], rank=8)}
     plain = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    plain += [
-        "--kv-blocks",
-        "1200",
-        "--max-loras",
-        "2",
-        *(["--decode-workers", "2"] if loses else []),
-        *flags,
-    ]
+    plain += ["--kv-blocks", "1200", "--max-loras", "2", "--decode-workers", str(workers), *flags]
     plain += [f"--lora={name}={path}" for name, path in paths.items()]
     with running_stack(*plain) as stack:
         served = Adapted(stack, folder, paths)
         _mixed(served)
         _loaded(served, adapter("c", 3, targets))
-        if loses:
+        if workers > 1:
             _lost(served)
         stack.wait_idle()
 
