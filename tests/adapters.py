@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from diptych.engine.adapters.adapter import Adapter, Delta, adaptable_fields
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights.canonical import layer_shapes
+
 _TEXT_MODULES = r".*(language_model|text_model)\.layers\.\d+\.(mlp|self_attn)\.\w+_proj"
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -117,3 +121,19 @@ def merged(model: Any, *folders: Path) -> Any:
                 weight = modules[module].weight
                 weight += (scale * (b.double() @ a.double())).to(weight.dtype)
     return made
+
+
+def random_adapter(shape: ModelShape, seed: int, rank: int = 4) -> Adapter:
+    """Return an adapter with random changes of all matrices of a shape that can have one."""
+    random = torch.Generator().manual_seed(seed)
+
+    def delta(rows: int, columns: int) -> Delta:
+        a, b = torch.randn(rank, columns, generator=random), torch.randn(rows, rank, generator=random)
+        return Delta(a / columns**0.5, b / rank**0.5, 0.5)
+
+    def changes(layer: int) -> dict[str, Delta]:
+        sizes = dict(layer_shapes(shape, layer))
+        fields = (field for field in adaptable_fields(shape, layer) if field in sizes)
+        return {field: delta(*sizes[field]) for field in fields}
+
+    return Adapter(tuple(changes(layer) for layer in range(shape.num_layers)))

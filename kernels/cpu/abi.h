@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 31
+#define DIPTYCH_ABI_VERSION 33
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -275,6 +275,8 @@ struct DiptychBatch {
                                    // and that counts as aborted; or null
 };
 
+#define DIPTYCH_CHANGE_PARTS 4
+
 // A part of a change, for one of the matrices that a product joins.
 struct DiptychChangePart {
     const void *b;          // [strips][ranks][16]: a strip has 16 columns, the last ones padded; null: no change
@@ -285,14 +287,14 @@ struct DiptychChangePart {
 // What a LoRA adapter adds to one product: x A^T, each rank of it times its scale, times B^T. Numbers are stored in
 // fp32 where the model is DIPTYCH_FP32, else in bf16.
 struct DiptychChange {
-    int32_t layer, which;   // which: DIPTYCH_QKV, DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN
+    int32_t layer, which;   // which: DIPTYCH_QKV .. DIPTYCH_DOWN, or DIPTYCH_RECURRENT_IN .. DIPTYCH_RECURRENT_OUT
     const void *a;          // [ranks / 2][depth / 32][2][32], then a last rank [depth]; padded with zeros
     const float *scales;    // [ranks]
     int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
     int32_t parts;
     int32_t interleaved;    // 1: strips of two parts take turns, as those of gate and up do
     int32_t own_part;       // of a share: the part whose product is changed, of the rank's own; 0 for DIPTYCH_QKV
-    struct DiptychChangePart part[3];
+    struct DiptychChangePart part[DIPTYCH_CHANGE_PARTS];
 };
 
 typedef struct DiptychAdapter DiptychAdapter;

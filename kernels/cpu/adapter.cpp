@@ -11,10 +11,25 @@ namespace diptych {
 
 namespace {
 
+// A matrix of a recurrence; null: there is none.
+const Linear *recurrent_matrix(const Recurrence &recurrent, int32_t which) {
+    switch (which) {
+        case DIPTYCH_RECURRENT_IN: return &recurrent.in;
+        case DIPTYCH_RECURRENT_SIDE: return &recurrent.side;
+        case DIPTYCH_RECURRENT_INNER: return &recurrent.inner;
+        case DIPTYCH_RECURRENT_STEPS: return &recurrent.steps;
+        case DIPTYCH_RECURRENT_OUT: return &recurrent.out;
+        default: return nullptr;
+    }
+}
+
 // The matrix that a change is of; null: there is none.
 const Linear *changed_matrix(const DiptychModel &model, const DiptychChange &change) {
     const Layer &layer = model.layers[static_cast<size_t>(change.layer)];
     if (change.which == DIPTYCH_QKV) return change.own_part == 0 ? &layer.qkv : nullptr;
+    if (change.which > DIPTYCH_DOWN) {
+        return change.own_part == 0 ? recurrent_matrix(layer.recurrent, change.which) : nullptr;
+    }
     if (model.share == nullptr) {
         const Linear *products[] = {&layer.output, &layer.gate_up, &layer.down};
         return change.own_part == 0 ? products[change.which - DIPTYCH_OUTPUT] : nullptr;
@@ -59,13 +74,15 @@ std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batc
 
 std::string refused_change(const DiptychModel &model, const DiptychChange &change) {
     if (change.layer < 0 || change.layer >= model.shape.layers) return "no such layer";
-    if (change.which < DIPTYCH_QKV || change.which > DIPTYCH_DOWN) return "no such product";
+    bool known = (change.which >= DIPTYCH_QKV && change.which <= DIPTYCH_DOWN) ||
+                 (change.which >= DIPTYCH_RECURRENT_IN && change.which <= DIPTYCH_RECURRENT_OUT);
+    if (!known) return "no such product";
     const Linear *found = changed_matrix(model, change);
     if (found == nullptr || (found->data == nullptr && found->section_count == 0)) return "the layer has no such product";
     const Linear &matrix = *found;
     if (change.a == nullptr || change.scales == nullptr || change.ranks < 1) return "a change without A";
     if (change.depth != round_up(matrix.in, kDepth)) return "A has another width than the product's input";
-    if (change.parts < 1 || change.parts > 3 || (change.interleaved && change.parts != 2)) return "no such parts";
+    if (change.parts < 1 || change.parts > DIPTYCH_CHANGE_PARTS || (change.interleaved && change.parts != 2)) return "no such parts";
     int64_t strips = 0;
     for (int32_t p = 0; p < change.parts; p++) {
         const DiptychChangePart &part = change.part[p];

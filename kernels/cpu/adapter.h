@@ -38,17 +38,20 @@ void prepare_adapters(StepState &step);
 
 }  // namespace diptych
 
-// The changes of all layers: [layer][own part][DIPTYCH_QKV .. DIPTYCH_DOWN], without `a` where there is none.
+// The changes of one layer by DiptychLinear, without `a` where there is none.
+using LayerChanges = std::array<DiptychChange, DIPTYCH_RECURRENT_OUT + 1>;
+
+// The changes of all layers: [layer][own part].
 struct DiptychAdapter {
     DiptychAdapter(int32_t layers, int32_t parts)
         : own_parts(parts), changes(static_cast<size_t>(layers) * static_cast<size_t>(parts)) {}
 
-    std::array<DiptychChange, 4> &of(int32_t layer, int32_t part) {
+    LayerChanges &of(int32_t layer, int32_t part) {
         return changes[static_cast<size_t>(layer) * static_cast<size_t>(own_parts) + static_cast<size_t>(part)];
     }
 
     int32_t own_parts;  // of the rank that it is for; 1 where one process computes the model
-    std::vector<std::array<DiptychChange, 4>> changes;
+    std::vector<LayerChanges> changes;
     int32_t most_ranks = 0;  // of a change, all its parts
     diptych::WeightMemory memory;
 };

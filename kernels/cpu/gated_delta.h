@@ -12,7 +12,7 @@ namespace diptych {
 namespace {
 
 template <class Kind>
-void run_gated_delta(StepState &step, const Layer &layer) {
+void run_gated_delta(StepState &step, const Layer &layer, int) {
     const RecurrentStep &own = step.recurrent;
     const DiptychRecurrent &shape = layer.own.recurrent;
     DeltaSizes sizes{shape.groups, shape.heads, shape.state, shape.width, shape.largest_rate, shape.epsilon};

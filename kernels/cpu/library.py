@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 31
+ABI_VERSION = 33
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -222,7 +222,7 @@ class Change(Structure):
         ("parts", c_int32),
         ("interleaved", c_int32),
         ("own_part", c_int32),
-        ("part", ChangePart * 3),
+        ("part", ChangePart * 4),
     )
 
 

@@ -36,20 +36,26 @@ void pad_row(Value *row, int64_t width, const Linear &matrix) {
     std::memset(static_cast<void *>(row + width), 0, static_cast<size_t>(matrix.depth - width) * sizeof(Value));
 }
 
-// A product of all rows of `values` within a recurrence; `to(row)` gets its numbers, padding included.
+// A product of all rows of `values` within a recurrence, with what adapters change of it; `to(row)` gets its numbers,
+// padding included.
 template <class Kind, class To>
-void product_within(StepState &step, const Linear &matrix, const typename Kind::Value *values, int64_t stride, To to) {
+void product_within(StepState &step, const Linear &matrix, const Changes<Kind> &changes, const typename Kind::Value *values,
+                    int64_t stride, To to) {
     auto rows = static_cast<int64_t>(step.rows.size());
+    changes.shrink(values, stride);
     ready_rows<Kind>(step, rows, values, stride, matrix.depth);
     product<Kind>(
         step, matrix, values, stride, static_cast<int>(rows),
-        [&](int row, int column, float *sums) { std::memcpy(to(row) + column, sums, kColumns * sizeof(float)); },
+        [&](int row, int column, float *sums) {
+            changes.expand(row, column, sums);
+            std::memcpy(to(row) + column, sums, kColumns * sizeof(float));
+        },
         [&](int row, int column) { fetch_to_write(to(row) + column, kColumns); });
     step.model->team.barrier();
 }
 
 template <class Kind>
-void run_mamba(StepState &step, const Layer &layer) {
+void run_mamba(StepState &step, const Layer &layer, int index) {
     const RecurrentStep &own = step.recurrent;
     const DiptychRecurrent &shape = layer.own.recurrent;
     const Recurrence &parts = layer.recurrent;
@@ -59,7 +65,9 @@ void run_mamba(StepState &step, const Layer &layer) {
         store_some(places.inner(row) + channel, value, count);
         if (channel + count == shape.width) pad_row(places.inner(row), shape.width, parts.inner);
     });
-    product_within<Kind>(step, parts.inner, places.inner(0), places.value_stride(),
+    Changes<Kind> inner(step, step.all, index, DIPTYCH_RECURRENT_INNER);
+    Changes<Kind> steps(step, step.all, index, DIPTYCH_RECURRENT_STEPS);
+    product_within<Kind>(step, parts.inner, inner, places.inner(0), places.value_stride(),
                          [&](int64_t row) { return places.read(row); });
     share_rows(step, groups, kRowChunk, [&](int64_t row) {
         float *read = places.read(row), *b = read + shape.rank, *c = b + shape.state;
@@ -69,7 +77,7 @@ void run_mamba(StepState &step, const Layer &layer) {
         rms_norm(c, parts.vector(DIPTYCH_C_NORM), shape.state, shape.epsilon, c);
     });
     step.model->team.barrier();
-    product_within<Kind>(step, parts.steps, places.rank(0), places.value_stride(),
+    product_within<Kind>(step, parts.steps, steps, places.rank(0), places.value_stride(),
                          [&](int64_t row) { return places.steps(row); });
     ScanWeights weights{parts.vector(DIPTYCH_DECAY), parts.vector(DIPTYCH_STEP_BIAS), parts.vector(DIPTYCH_SKIP),
                         shape.state, shape.width};

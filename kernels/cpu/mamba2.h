@@ -12,7 +12,7 @@ namespace diptych {
 namespace {
 
 template <class Kind>
-void run_mamba2(StepState &step, const Layer &layer) {
+void run_mamba2(StepState &step, const Layer &layer, int) {
     const RecurrentStep &own = step.recurrent;
     const DiptychRecurrent &shape = layer.own.recurrent;
     SpaceSizes sizes{shape.heads, shape.width,      shape.groups,       shape.state,

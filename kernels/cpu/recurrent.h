@@ -16,7 +16,7 @@ namespace diptych {
 namespace {
 
 template <class Kind>
-using RecurrentBody = void (*)(StepState &step, const Layer &layer);
+using RecurrentBody = void (*)(StepState &step, const Layer &layer, int index);
 
 // By DiptychRecurrence.
 template <class Kind>
@@ -25,22 +25,30 @@ constexpr RecurrentBody<Kind> kRecurrentBodies[] = {nullptr, run_short_conv<Kind
 
 // What a layer's recurrence makes of normed rows.
 template <class Kind>
-void project_recurrence(StepState &step, const Layer &layer) {
+void project_recurrence(StepState &step, const Layer &layer, int index) {
     ThreadTeam &team = step.model->team;
     int rows = static_cast<int>(step.rows.size());
     const RecurrentStep &own = step.recurrent;
     auto place = [&](int row, int column) { return own.in_row(row) + column; };
+    Changes<Kind> in(step, step.all, index, DIPTYCH_RECURRENT_IN);
+    in.shrink(step.normed, step.hidden_stride);
     product_of_normed<Kind>(
         step, layer.recurrent.in, rows,
-        [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
+        [&](int row, int column, float *sums) {
+            in.expand(row, column, sums);
+            std::memcpy(place(row, column), sums, kColumns * sizeof(float));
+        },
         [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
     team.barrier();
     if (layer.recurrent.side.data == nullptr) return;
     const void *input = step.experts.normed != nullptr ? step.experts.normed : step.normed;
     int64_t begin = side_begin(layer);
+    Changes<Kind> side(step, step.all, index, DIPTYCH_RECURRENT_SIDE);
+    side.shrink(step.normed, step.hidden_stride);
     linear<Fp32>(
         step, layer.recurrent.side, input, step.hidden_stride, rows,
         [&](int row, int column, float *sums) {
+            side.expand(row, column, sums);
             std::memcpy(place(row, column) + begin, sums, kColumns * sizeof(float));
         },
         [](int, int) {});
@@ -60,9 +68,9 @@ void clear_padding(StepState &step, const Layer &layer) {
 }
 
 template <class Kind>
-void run_recurrence(StepState &step, const Layer &layer) {
+void run_recurrence(StepState &step, const Layer &layer, int index) {
     clear_padding<Kind>(step, layer);
-    kRecurrentBodies<Kind>[layer.own.recurrent.kind](step, layer);
+    kRecurrentBodies<Kind>[layer.own.recurrent.kind](step, layer, index);
 }
 
 // Moves the rows of a set to the places that they have in it. They are few, and none moves up.
@@ -83,12 +91,12 @@ void gather_outputs(StepState &step, const RowSet &set) {
 
 // Adds what a recurrence gives to the stream, or to what attention left beside it.
 template <class Kind>
-Update add_recurrence(StepState &step, const RowSet &set, const Layer &layer, const Update &beside) {
+Update add_recurrence(StepState &step, const RowSet &set, const Layer &layer, int index, const Update &beside) {
     const RecurrentStep &own = step.recurrent;
     bool apart = !layer.attention_output_norm.empty();
     if (&set != &step.all) gather_outputs<Kind>(step, set);
-    Changes<Kind> none(step);
-    add_to_stream<Kind>(step, set, layer.recurrent.out, own.out, own.out_stride, apart, none, beside.rows);
+    Changes<Kind> out(step, set, index, DIPTYCH_RECURRENT_OUT);
+    add_to_stream<Kind>(step, set, layer.recurrent.out, own.out, own.out_stride, apart, out, beside.rows);
     step.model->team.barrier();
     return {apart, false, false, apart ? &layer.attention_output_norm : nullptr};
 }

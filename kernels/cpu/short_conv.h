@@ -10,7 +10,7 @@ namespace diptych {
 namespace {
 
 template <class Kind>
-void run_short_conv(StepState &step, const Layer &layer) {
+void run_short_conv(StepState &step, const Layer &layer, int) {
     const RecurrentStep &own = step.recurrent;
     int64_t channels = layer.own.recurrent.channels;
     int taps = layer.own.recurrent.taps;

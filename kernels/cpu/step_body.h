@@ -214,9 +214,9 @@ template <class Kind, class Sums>
 Update run_mixers(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
     Update update;
     bool attends = layer.own.attention != 0, recurs = layer.is_recurrent();
-    if (recurs) project_recurrence<Kind>(step, layer);
+    if (recurs) project_recurrence<Kind>(step, layer, index);
     if (attends) project_heads<Kind>(step, layer, index);
-    if (recurs) run_recurrence<Kind>(step, layer);
+    if (recurs) run_recurrence<Kind>(step, layer, index);
     if (attends) {
         Sums::norm_heads(step, layer, rank);
         with_kept<Kind>(step, [&](auto kept) {
@@ -226,7 +226,7 @@ Update run_mixers(StepState &step, const RowSet &set, const Layer &layer, int in
         gate_attention<Kind>(step, set);
         update = Sums::add_attention(step, set, layer, index, rank);
     }
-    return recurs ? add_recurrence<Kind>(step, set, layer, update) : update;
+    return recurs ? add_recurrence<Kind>(step, set, layer, index, update) : update;
 }
 
 // `Sums`: WholeSums or SharedSums.

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-FIELDS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Canonical matrices (`LayerWeights`) that can have a change."""
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights.canonical import RECURRENT
+
+FIELDS = ("q", "k", "v", "q_gate", "o", "gate", "up", "down")
+"""Canonical matrices (`LayerWeights`) that can have a change, beside those of recurrences."""
+
+
+def adaptable_fields(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    """Return the canonical matrices of layer number `layer` that can have a change, as far as it has them."""
+    recurrent = shape.layers[layer].recurrent
+    if recurrent is None:
+        return FIELDS
+    return (*FIELDS, *(RECURRENT + name for name in (*recurrent.into, *recurrent.within, "out_proj")))
 
 
 class BadAdapter(ValueError):
@@ -35,7 +46,7 @@ class Adapter:
     """The changes of all layers, on the CPU. Never modified."""
 
     layers: tuple[Mapping[str, Delta], ...]
-    """The changes of each layer of the model, by their names in FIELDS."""
+    """The changes of each layer of the model, by their names in `adaptable_fields`."""
 
     def deltas(self) -> Iterator[Delta]:
         """Yield every change."""

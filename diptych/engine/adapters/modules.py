@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from diptych.engine.adapters.adapter import FIELDS, BadAdapter, Delta
+from diptych.engine.adapters.adapter import BadAdapter, Delta, adaptable_fields
 from diptych.engine.models.family import Names, Stored, stored_at
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import layer_shapes
@@ -41,7 +41,10 @@ class Module:
         for field, stored in self.parts.items():
             name, size = f"layers.{self.layer}.{field}", tuple(b.shape)
             rows = rows_of(stored, name, shape, size, interleaved=interleaved)
-            made[field] = Delta(a, (b if rows is None else b[rows]).contiguous(), scale)
+            own = b if rows is None else b[rows]
+            if stored.make is not None:
+                own = stored.make(own.float(), field, shape)
+            made[field] = Delta(a.to(own.dtype), own.contiguous(), scale)
         return made
 
 
@@ -56,9 +59,11 @@ def adaptable_modules(shape: ModelShape, names: Names, prefix: str) -> dict[str,
         return modules
     for layer in range(shape.num_layers):
         sizes = dict(layer_shapes(shape, layer))
-        for field in FIELDS:
+        for field in adaptable_fields(shape, layer):
             stored = stored_at(names, field)
-            if stored is None or field not in sizes or stored.make is not None or stored.stacked:
+            if stored is None or field not in sizes or stored.stacked:
+                continue
+            if stored.make is not None and not stored.row_by_row:
                 continue
             name = f"{prefix}{layer}.{stored.name.removesuffix('.weight')}"
             rows, columns = sizes[field]

@@ -43,7 +43,7 @@ _WHY: Final[Mapping[str, str]] = MappingProxyType(
         "use_dora": "DoRA is not computed",
         "modules_to_save": "modules that replace those of the base are not computed",
         "bias": "biases that change are not computed",
-        "target_parameters": "adapters of experts are not computed",
+        "target_parameters": "adapters of experts, and of other tensors without a module, are not computed",
         "trainable_token_indices": "embeddings that change are not computed",
         "init_lora_weights": "its base has other weights: convert it as peft describes",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ def read_peft_folder(folder: Path, shape: ModelShape, max_rank: int) -> Adapter:
     _check_encoder(tensors)
     prefix = _layer_prefix(tensors)
     known = adaptable_modules(shape, family.layer, prefix)
-    _check_targets(config, known, other_modules(shape, family.layer, family.model, prefix))
-    pairs = _pairs(tensors, known)
+    others = other_modules(shape, family.layer, family.model, prefix)
+    _check_targets(config, known, others)
+    pairs = _pairs(tensors, known, others)
     _check_present(config, known, pairs)
     layers: list[dict[str, Delta]] = [{} for _ in range(shape.num_layers)]
     for name, (a, b) in pairs.items():
@@ -109,14 +110,14 @@ def _layer_prefix(tensors: Iterable[str]) -> str:
 
 
 def _pairs(
-    tensors: dict[str, torch.Tensor], known: dict[str, Module]
+    tensors: dict[str, torch.Tensor], known: dict[str, Module], others: Collection[str]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return A and B of each module. Raises BadAdapter for any other tensor."""
     letters: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None or match["module"] not in known:
-            raise BadAdapter(f"tensor {name}: {_why_not(name)}")
+            raise BadAdapter(f"tensor {name}: {_why_not(name, others)}")
         letters.setdefault(match["module"], {})[match["letter"]] = tensor
     for module, found in letters.items():
         for letter in "AB":
@@ -127,9 +128,9 @@ def _pairs(
     return {module: (found["A"], found["B"]) for module, found in letters.items()}
 
 
-def _why_not(name: str) -> str:
-    """Return why a tensor is not computed."""
-    if "experts" in name:
+def _why_not(name: str, others: Collection[str]) -> str:
+    """Return why a tensor is not computed; `others` are the modules of the model that cannot be adapted."""
+    if "expert" in name:
         return "adapters of experts are not computed"
     if "lora_magnitude_vector" in name:
         return "DoRA is not computed"
@@ -137,8 +138,12 @@ def _why_not(name: str) -> str:
         return "adapters of embeddings are not computed"
     if name.startswith("lm_head"):
         return "adapters of the output matrix are not computed"
-    if _TENSOR.fullmatch(name) is None:
+    match = _TENSOR.fullmatch(name)
+    if match is None:
         return "it is neither A nor B of an adapter"
+    if match["module"] in others:
+        conv = "conv" in match["module"].rpartition(".")[2]
+        return "adapters of convolutions are not computed" if conv else "its module cannot be adapted here"
     return "the model has no such module that can be adapted"
 
 

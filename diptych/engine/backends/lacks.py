@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from diptych.engine.backends.torch_only import NO_RECURRENT_ADAPTERS, NO_RECURRENT_TREES
+from diptych.engine.backends.torch_only import NO_RECURRENT_TREES
 from diptych.engine.models.shape import ModelShape
 
 
 def lacks_adapters(shape: ModelShape) -> str | None:
     """Return None if adapters of models of `shape` are computed, or else what is lacking, in words."""
-    if shape.recurrent_layers:
-        return NO_RECURRENT_ADAPTERS
     return "adapters of attention over latents" if shape.latent is not None else None
 
 

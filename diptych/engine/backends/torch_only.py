@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from diptych.engine.models.shape import ModelShape
 
-NO_RECURRENT_ADAPTERS = "adapters of recurrent layers"
 NO_RECURRENT_TREES = "a recurrent layer knows no trees of tokens"
 
 

@@ -110,7 +110,12 @@ def _itself(_: str, extent: Extent, __: ModelShape) -> Extent:
 def _with_factors(names: Names, fields: Sequence[str]) -> Names:
     """Return `names` where these fields are made of what their tensors and factors give."""
     made = {
-        field: Stored(str(names[field]), make=_multiplied, made_of=None if field == _IN_PROJ else _itself)
+        field: Stored(
+            str(names[field]),
+            make=_multiplied,
+            row_by_row=True,
+            made_of=None if field == _IN_PROJ else _itself,
+        )
         for field in fields
     }
     return {**names, **made}

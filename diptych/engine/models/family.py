@@ -49,6 +49,8 @@ class Stored:
     """Makes the canonical tensor, whose name below the layer's is the second argument, of the file's tensor
     of full numbers, for what rows do not express.
     """
+    row_by_row: bool = False
+    """`make` gives each row a factor: rows of an adapter's B are made alike."""
     made_of: Callable[[str, Extent, ModelShape], Extent] | None = None
     """Gives the part of the file's tensor (of one expert's, if it has all experts') that `make` makes a part
     of the canonical one of, whose name below the layer's comes first. None: it is made of the whole.

@@ -28,6 +28,16 @@ class RecurrentShape(Protocol):
         """Shapes of the float32 tensors that a sequence keeps of the layer."""
         ...
 
+    @property
+    def into(self) -> tuple[str, ...]:
+        """Names of the matrices that read the layer's input, in the order of what they make of a token."""
+        ...
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """Names of the matrices that read what the recurrence makes of a token."""
+        ...
+
     def tensors(self, hidden: int) -> Sizes:
         """Name and shape of each weight, below `layers.N.recurrent.`, in a model of `hidden` lanes.
 
@@ -59,6 +69,16 @@ class ShortConvShape:
     def states(self) -> tuple[tuple[int, ...], ...]:
         """The last products `B * x`, the oldest first: `[taps - 1, width]`."""
         return ((self.taps - 1, self.width),) if self.taps > 1 else ()
+
+    @property
+    def into(self) -> tuple[str, ...]:
+        """See `RecurrentShape.into`."""
+        return ("in_proj",)
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """See `RecurrentShape.within`."""
+        return ()
 
     def tensors(self, hidden: int) -> Sizes:
         """See `RecurrentShape.tensors`."""

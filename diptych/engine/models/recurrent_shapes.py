@@ -52,6 +52,21 @@ class DeltaShape:
         """The convolution's last inputs, the oldest first, and a matrix a head."""
         return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
 
+    @property
+    def into(self) -> tuple[str, ...]:
+        """See `RecurrentShape.into`."""
+        return (
+            *(("q_proj", "k_proj", "v_proj") if self.apart else ("qkv_proj",)),
+            "gate_proj",
+            "rate",
+            "step",
+        )
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """See `RecurrentShape.within`."""
+        return ()
+
     def tensors(self, hidden: int) -> Sizes:
         """See `RecurrentShape.tensors`."""
         channels, values, heads, _ = self.projected
@@ -108,6 +123,16 @@ class SpaceShape:
         """The convolution's last inputs, the oldest first, and a matrix a head."""
         return (self.taps - 1, self.projected[1]), (self.heads, self.head_dim, self.state)
 
+    @property
+    def into(self) -> tuple[str, ...]:
+        """See `RecurrentShape.into`."""
+        return ("in_proj",)
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """See `RecurrentShape.within`."""
+        return ()
+
     def tensors(self, hidden: int) -> Sizes:
         """See `RecurrentShape.tensors`."""
         _, channels, heads = self.projected
@@ -151,6 +176,16 @@ class ScanShape:
     def states(self) -> tuple[tuple[int, ...], ...]:
         """The convolution's last inputs, the oldest first, and the channels' numbers."""
         return (self.taps - 1, self.width), (self.width, self.state)
+
+    @property
+    def into(self) -> tuple[str, ...]:
+        """See `RecurrentShape.into`."""
+        return ("in_proj",)
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """See `RecurrentShape.within`."""
+        return ("x_proj", "step_proj")
 
     def tensors(self, hidden: int) -> Sizes:
         """See `RecurrentShape.tensors`."""

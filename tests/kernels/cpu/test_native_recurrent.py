@@ -299,6 +299,6 @@ def test_no_step_is_launched_ahead_of_a_state() -> None:
 
 
 def test_what_the_step_lacks_is_named() -> None:
-    assert backend_of().allow_adapters(1, 8) == "adapters of recurrent layers"
+    assert backend_of().allow_adapters(1, 8) is None
     assert backend_of().lacks_trees() == "a recurrent layer knows no trees of tokens"
     assert supports(shape_of(layers=(conv(17), LayerShape()))) == "convolutions over more than 16 tokens"

@@ -11,19 +11,20 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter, Delta
 from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.models.recurrent import RecurrentShape
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights.canonical import layer_shapes
+from diptych.engine.weights.canonical import RECURRENT, layer_shapes
 from kernels.cpu import library as native
 
 _STRIP, _DEPTH = 16, 32
 """Columns of a strip of B, and what the inputs of A are rounded up to (kernels/cpu)."""
 PRODUCTS: dict[int, tuple[str, ...]] = {
-    native.QKV: ("q", "k", "v"),
+    native.QKV: ("q", "k", "v", "q_gate"),
     native.OUTPUT: ("o",),
     native.GATE_UP: ("gate", "up"),
     native.DOWN: ("down",),
 }
-"""The products of a layer, and the matrices that each joins."""
+"""The products of attention and of a feed-forward, and the matrices that each joins."""
 
 
 class AdaptedProduct(NamedTuple):
@@ -47,11 +48,27 @@ def whole_products(shape: ModelShape, adapter: Adapter) -> Iterator[AdaptedProdu
     """Yield the products that an adapter changes of a model that one process computes."""
     for index, layer in enumerate(adapter.layers):
         sizes = dict(layer_shapes(shape, index))
-        for which in PRODUCTS:
-            if any(field in layer for field in PRODUCTS[which]):
-                present = present_fields(which, sizes)
+        products = {**PRODUCTS, **_of_recurrence(shape.layers[index].recurrent)}
+        for which, fields in products.items():
+            if any(field in layer for field in fields):
+                present = [field for field in fields if field in sizes]
                 rows = [sizes[field][0] for field in present]
                 yield AdaptedProduct(index, which, present, rows, layer, has_uneven_strips(rows))
+
+
+def _of_recurrence(shape: RecurrentShape | None) -> Mapping[int, tuple[str, ...]]:
+    """Return the products of a recurrence, and the matrices that each joins."""
+    if shape is None:
+        return {}
+    side = [name for name in shape.into if not name.endswith("_proj")]
+    within = dict(zip((native.RECURRENT_INNER, native.RECURRENT_STEPS), shape.within, strict=False))
+    products = {
+        native.RECURRENT_IN: [name for name in shape.into if name not in side],
+        native.RECURRENT_SIDE: side,
+        native.RECURRENT_OUT: ["out_proj"],
+        **{which: [name] for which, name in within.items()},
+    }
+    return {which: tuple(RECURRENT + name for name in names) for which, names in products.items()}
 
 
 def present_fields(which: int, sizes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -43,6 +43,11 @@ class StepAdapters:
                 begin += width
         return out
 
+    def of_rows(self, rows: torch.Tensor) -> StepAdapters:
+        """Return the adapters of some rows of the step, int64 `[n]`, by their places among these."""
+        found = [(adapter, torch.isin(rows, own).nonzero().flatten()) for adapter, own in self._groups]
+        return StepAdapters([(adapter, places) for adapter, places in found if len(places)])
+
 
 class TorchAdapters:
     """The adapters of a backend, by slot, where it computes."""

@@ -17,6 +17,7 @@ from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
 from diptych.engine.backends.torch.latent_attention import LatentAttention
+from diptych.engine.backends.torch.recurrent.adapted import AdaptedRecurrence
 from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, make_layer
 from diptych.engine.batch import add_rows_after, put_rows
 from diptych.engine.models.rope import cos_sin
@@ -152,7 +153,7 @@ class Decoder:
         of, normed = self.shape.layers[index], x_TH
         if of.mixes:
             normed = self.norm(x_TH, layer.input_norm, layer.input_norm_bias)
-            mixed = [self._recurrence(index, normed, recur)] if of.recurrent is not None else []
+            mixed = [self._recurrence(index, normed, recur, adapters)] if of.recurrent is not None else []
             if of.attention:
                 mixed.append(self.attention(index, layer, normed, angles, growth, attend, adapters))
             x_TH = x_TH + self.added(reduce(torch.add, mixed), layer.attention_out_norm)
@@ -163,11 +164,15 @@ class Decoder:
         fed = self.feed_forward(index, layer, normed, adapters)
         return x_TH + self.added(fed, layer.feed_forward_out_norm)
 
-    def _recurrence(self, index: int, normed: torch.Tensor, recur: Recur | None) -> torch.Tensor:
+    def _recurrence(
+        self, index: int, normed: torch.Tensor, recur: Recur | None, adapters: StepAdapters | None
+    ) -> torch.Tensor:
         """Return what the recurrence of a layer gives for `normed [T, H]`, before its norm: `[T, H]`."""
         recurrent = self._recurrent[index]
         if recurrent is None or recur is None:
             raise ValueError(f"layer {index} is recurrent: it needs the states of the step's sequences")
+        if adapters is not None:
+            recurrent = AdaptedRecurrence(index, self.shape, recurrent, adapters)
         return recurrent.output(recur(index, recurrent, recurrent.project(normed)))
 
     def added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -199,6 +204,8 @@ class Decoder:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
         projected = self.project(index, layer, normed, adapters)
         gate = None if layer.q_gate is None else self._linear(normed, layer.q_gate)
+        if gate is not None and adapters is not None:
+            gate = adapters.add(index, ("q_gate",), normed, gate, gate.shape[1:])
         return self.mix(index, layer, projected, angles, growth, attend, adapters, gate=gate)
 
     def project(

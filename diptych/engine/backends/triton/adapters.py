@@ -6,25 +6,40 @@ are made, and rewritten, in the order of the stream: after the steps that were l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from diptych.engine.adapters.adapter import Adapter, Delta
 from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.recurrent.mixers import mixer_kind
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights.canonical import layer_shapes
+from diptych.engine.weights.canonical import RECURRENT, layer_shapes
 from kernels.gpu.change_table import ChangeTable
 
-Product = Literal["qkv", "output", "gate_up", "down"]
-_FIELDS: dict[Product, tuple[str, ...]] = {
+_FIELDS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
+    "q_gate": ("q_gate",),
     "output": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-_MOST_JOINED = 3
+"""The products of attention and of a feed-forward, and the matrices that each joins."""
+
+
+def products_of(shape: ModelShape, layer: int) -> dict[str, tuple[str, ...]]:
+    """Return the products of layer number `layer` that can have changes, and the matrices that each joins.
+
+    Those of a recurrence are named as by its kind (recurrent/mixers.py), below `recurrent.`.
+    """
+    recurrent, sizes = shape.layers[layer].recurrent, dict(layer_shapes(shape, layer))
+    products = dict(_FIELDS)
+    if recurrent is not None:
+        for name, parts in mixer_kind(recurrent).joined(recurrent).items():
+            products[RECURRENT + name] = tuple(RECURRENT + matrix for matrix, _ in parts)
+    present = {name: tuple(field for field in products[name] if field in sizes) for name in products}
+    return {name: fields for name, fields in present.items() if fields}
 
 
 class PlacedAdapters(Protocol):
@@ -55,12 +70,14 @@ class DeviceAdapters:
         self._shape, self._operators = shape, operators
         self._slots, self._dtype, self._device = slots, dtype, device
         self._most_ranks = 1 << max(2, (max_rank - 1).bit_length())
-        self._tables: list[dict[Product, ChangeTable]] = []
+        self._tables: list[dict[str, tuple[tuple[str, ...], ChangeTable]]] = []
+        products = (products_of(shape, layer) for layer in range(shape.num_layers))
+        self._most_joined = max(len(fields) for own in products for fields in own.values())
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def scratch(self, tokens: int) -> torch.Tensor:
         """See `PlacedAdapters.scratch`."""
-        size = tokens * _MOST_JOINED * self._most_ranks
+        size = tokens * self._most_joined * self._most_ranks
         return torch.empty(size, dtype=torch.float32, device=self._device)
 
     def set(self, slot: int, prepared: object | None, copies: dict[int, torch.Tensor] | None = None) -> None:
@@ -76,14 +93,14 @@ class DeviceAdapters:
         kept: list[torch.Tensor] = []
         for layer, tables in enumerate(self._tables):
             deltas: Mapping[str, Delta] = {} if prepared is None else prepared.layers[layer]
-            for product, table in tables.items():
-                self._write(table, product, slot, deltas, copies, kept)
+            for fields, table in tables.values():
+                self._write(table, fields, slot, deltas, copies, kept)
         self._kept[slot] = kept
 
     def add(
         self,
         layer: int,
-        product: Product,
+        product: str,
         x: torch.Tensor,
         out: torch.Tensor,
         slots: torch.Tensor,
@@ -93,15 +110,14 @@ class DeviceAdapters:
 
         `scratch` is room for as many rows.
         """
-        table = self._tables[layer][product]
+        _, table = self._tables[layer][product]
         self._operators.adapted_linear(x, out, slots, table, scratch, self._most_ranks)
 
-    def _make_tables(self, layer: int) -> dict[Product, ChangeTable]:
+    def _make_tables(self, layer: int) -> dict[str, tuple[tuple[str, ...], ChangeTable]]:
         sizes = dict(layer_shapes(self._shape, layer))
         return {
-            product: self._make_table([sizes[field][0] for field in fields])
-            for product, fields in _FIELDS.items()
-            if all(field in sizes for field in fields)
+            product: (fields, self._make_table([sizes[field][0] for field in fields]))
+            for product, fields in products_of(self._shape, layer).items()
         }
 
     def _make_table(self, widths: list[int]) -> ChangeTable:
@@ -122,7 +138,7 @@ class DeviceAdapters:
     def _write(
         self,
         table: ChangeTable,
-        product: Product,
+        fields: Sequence[str],
         slot: int,
         deltas: Mapping[str, Delta],
         copies: dict[int, torch.Tensor],
@@ -130,7 +146,7 @@ class DeviceAdapters:
     ) -> None:
         """Write one slot's column of a table; `kept` gets what it points to, `copies` too."""
         a, b, ranks, scales = [], [], [], []
-        for field in _FIELDS[product]:
+        for field in fields:
             delta = deltas.get(field)
             moved = [] if delta is None else [self._moved(one, copies) for one in (delta.a, delta.b)]
             kept += moved

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.torch_only import NO_RECURRENT_ADAPTERS, NO_RECURRENT_TREES
+from diptych.engine.backends.torch_only import NO_RECURRENT_TREES
 from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.current_device import current, numbered
@@ -125,8 +125,6 @@ class TritonBackend:
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
         """See `AdapterBackend.allow_adapters`."""
-        if self._shape.recurrent_layers:
-            return NO_RECURRENT_ADAPTERS
         self._layers.allow_adapters(slots, max_rank)
         return None
 

@@ -6,18 +6,20 @@ whose outputs are added up elsewhere (parts_layers.py).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from diptych.engine.backends.triton.activations import Activations
-from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
+from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.batch_invariant import choose_products
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.backends.triton.recurrent.changing_products import ChangingProducts
 from diptych.engine.backends.triton.recurrent.mixer import Mixer
 from diptych.engine.backends.triton.recurrent.mixers import mixer_kind
 from diptych.engine.backends.triton.rounded_inputs import Rows
@@ -44,6 +46,11 @@ class LayerHalves:
         """Adapters that rows may have; None: none may (`allow_adapters`)."""
         self._scales = kv_scales
         self.experts = ExpertLayers(shape, self.products, operators)
+        self._changing = {
+            index: ChangingProducts(self.products, layer.recurrent, partial(self._change, index))
+            for index, layer in enumerate(weights.layers)
+            if layer.recurrent is not None
+        }
         self._mixers = [self._mixer_of(index) for index in range(len(weights.layers))]
 
     def allow_adapters(self, slots: int, max_rank: int) -> DeviceAdapters:
@@ -76,7 +83,8 @@ class LayerHalves:
         assert buffers.mixer is not None
         out = buffers.beside if attends else buffers.added
         assert out is not None
-        mixer.mix(x, step.states.of_layer(index), buffers.mixer, out)
+        with self._changing[index].of_step(step):
+            mixer.mix(x, step.states.of_layer(index), buffers.mixer, out)
         if attends:
             buffers.added.add_(out)
 
@@ -85,7 +93,9 @@ class LayerHalves:
         shape, weights = self.shape.layers[index].recurrent, self.weights.layers[index].recurrent
         if shape is None or weights is None:
             return None
-        return mixer_kind(shape).make(shape, weights, self.products, self.operators, self.shape.rms_eps)
+        return mixer_kind(shape).make(
+            shape, weights, self._changing[index], self.operators, self.shape.rms_eps
+        )
 
     def attention(
         self,
@@ -109,6 +119,7 @@ class LayerHalves:
         if (gate := self.weights.layers[index].q_gate) is not None:
             assert buffers.q_gate is not None
             self.products.linear(x, gate, out=buffers.q_gate)
+            self._change(index, "q_gate", x, buffers.q_gate, step)
 
     def attend(
         self,
@@ -150,7 +161,9 @@ class LayerHalves:
         gate_up, inner = room = buffers.feed_forward(self.shape.intermediate_size)
         if not self.shape.gated:
             self.products.linear(x, layer.gate_up, out=inner)
+            self._change(index, "gate_up", x, inner, step)
             self.products.linear(activate_in_place(inner, self.shape), layer.down, out=buffers.added)
+            self._change(index, "down", inner, buffers.added, step)
             return
         if step.adapters is None:
             self.products.feed_forward(x, layer.gate_up, layer.down, room, out=buffers.added)
@@ -162,7 +175,7 @@ class LayerHalves:
         self.products.linear(inner, layer.down, out=buffers.added)
         self._change(index, "down", inner, buffers.added, step)
 
-    def _change(self, index: int, product: Product, x: Rows, out: torch.Tensor, step: PackedStep) -> None:
+    def _change(self, index: int, product: str, x: Rows, out: torch.Tensor, step: PackedStep) -> None:
         """Add what the rows' adapters change of a product of `x [T, in]`."""
         if step.adapters is not None:
             assert isinstance(x, torch.Tensor)

@@ -247,10 +247,13 @@ class Stepper:
             rows.append(self._backend.forward([step], None))
         return torch.cat(rows)
 
-    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], count: int, slots: Sequence[int | None] | None = None
+    ) -> list[list[int]]:
         """Return each prompt with `count` greedy tokens: prompts begin one step after another, in chunks of
-        several sizes, beside those that decode already.
+        several sizes, beside those that decode already. `slots` are those of their adapters.
         """
+        slots = [None] * len(prompts) if slots is None else slots
         texts = [list(prompt) for prompt in prompts]
         tables = [self.tables(len(prompt) + count) for prompt in prompts]
         done = [0] * len(texts)
@@ -262,7 +265,7 @@ class Stepper:
             for i in wanted:
                 part = texts[i][done[i] : done[i] + 11 + i]
                 ends = done[i] + len(part) == len(texts[i])
-                steps.append(self.step(tables[i], done[i], part, wants_logits=ends))
+                steps.append(self.step(tables[i], done[i], part, wants_logits=ends, adapter=slots[i]))
                 done[i] += len(part)
             tokens = iter(self._backend.forward(steps, None).argmax(dim=-1).tolist())
             for i, step in zip(wanted, steps, strict=True):

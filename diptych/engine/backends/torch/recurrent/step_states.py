@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from diptych.engine.backends.torch.recurrent.adapted import AdaptedRecurrence, Advance
 from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, States
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.state_layout import StatePages
@@ -113,7 +114,10 @@ class StepStates:
         states = run.states(index, self._shapes[index])
         out = []
         for piece in run.pieces:
-            given, states = layer.advance(mixed_BNX[:, piece.tokens], states)
+            advance: Advance = layer.advance
+            if isinstance(layer, AdaptedRecurrence):
+                advance = layer.of_rows(run.rows[:, piece.tokens])
+            given, states = advance(mixed_BNX[:, piece.tokens], states)
             out.append(given)
             if piece.pages is not None:
                 run.kept.append((index, piece, states))

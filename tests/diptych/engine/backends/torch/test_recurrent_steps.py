@@ -160,7 +160,7 @@ class OtherShape(ShortConvShape):
 
 
 def test_what_other_steps_lack_is_named() -> None:
-    assert lacks_adapters(RECURRENT) == "adapters of recurrent layers"
+    assert lacks_adapters(RECURRENT) is None
     assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
     assert triton.supports(RECURRENT) is None
     other = LayerShape(attention=False, recurrent=OtherShape(12, 3))

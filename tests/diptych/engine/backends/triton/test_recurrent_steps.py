@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.weights.checkpoint import open_checkpoint
+from tests.adapters import random_adapter
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
 from tests.diptych.worker_process.both_workers import RECURRENT, VOCABULARY
@@ -89,6 +91,32 @@ def test_any_cut_of_a_text_gives_the_logits_of_torch(cuts: tuple[int, ...], repl
         rows.append(computes.forward([step], None))
         start += count
     close(torch.cat(rows), whole())
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_adapted_rows_beside_others_are_those_of_torch(replays: bool) -> None:
+    """The first recorded step with adapters is captured between two steps without."""
+    memory, other = KVMemory(LAYOUT, 2 * BLOCKS), KVMemory(LAYOUT, 2 * BLOCKS)
+    ours = recorded(memory) if replays else meant()
+    theirs = TorchBackend(RECURRENT, weights_of(RECURRENT, torch.float32))
+    for backend in (ours, theirs):
+        assert backend.allow_adapters(2, 8) is None
+        for slot in (0, 1):
+            backend.set_adapter(slot, backend.prepare_adapter(random_adapter(RECURRENT, slot)))
+
+    def logits(backend: Backend, of: KVMemory, slots: tuple[int | None, int | None]) -> list[torch.Tensor]:
+        texts, rows = [Text(of, 0), Text(of, 1)], []
+        for start, end in ((0, 9), (9, 10), (10, 11), (11, 20), (20, 21)):
+            chosen = (None, None) if end == 10 else slots
+            both = zip(texts, chosen, strict=True)
+            steps = [replace(text.step(start, end), adapter=slot) for text, slot in both]
+            rows.append(backend.forward(steps, None).clone())
+        return rows
+
+    expected = logits(theirs, other, (0, None))
+    for found, wanted in zip(logits(ours, memory, (0, None)), expected, strict=True):
+        close(found, wanted)
+    assert (logits(ours, memory, (1, None))[-1] - expected[-1]).abs().max() > 1e-3
 
 
 def bits(memory: KVMemory) -> torch.Tensor:
@@ -239,8 +267,7 @@ def test_a_recorded_step_without_its_states_is_refused() -> None:
         backend.prepare_decode(KVMemory(LAYOUT, BLOCKS))
 
 
-def test_adapters_and_trees_are_refused_by_name() -> None:
-    assert meant().allow_adapters(2, 8) == "adapters of recurrent layers"
+def test_trees_are_refused_by_name() -> None:
     assert meant().lacks_trees() == "a recurrent layer knows no trees of tokens"
 
 
