@@ -31,7 +31,7 @@ def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> Non
         settings.group_flags: settings.in_parts,
         "--kv-tier": settings.keeps_tiers,
         "--window-blocks off": settings.window_blocks == "off" and not settings.keeps_tiers,
-        f"--backend {settings.backend}": settings.backend in ("native", "triton"),
+        f"--backend {settings.backend}": settings.backend == "triton",
     }
     if (flag := next((name for name, holds in refused.items() if holds), None)) is not None:
         raise ImpossibleSettings(f"{flag} does not go with the recurrent layers of {shape.family}")

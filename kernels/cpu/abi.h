@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 29
+#define DIPTYCH_ABI_VERSION 31
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -95,9 +95,9 @@ struct DiptychShape {
     int32_t activation;          // DiptychActivation
     float clamp;                 // c of DIPTYCH_CLAMPED_SWIGLU
     int32_t gated;               // 0: no gate, the feed-forward is down(activation(up x))
-    int32_t norms_before, norms_after;  // 1: a sublayer f has a norm before it, or after it, or both
     int32_t norm_after_rotation;        // 1: queries and keys are normed after their rotation
     int32_t sinks;                      // 1: each head has a logit beside its scores
+    int32_t attention_gate;             // 1: what attention gives is multiplied by a sigmoid of a product of its input
     struct DiptychExperts experts;
 };
 
@@ -129,16 +129,46 @@ struct DiptychShare {
     int32_t file;               // an empty file in memory that all ranks have, -1 where there is one; not closed
 };
 
+// Recurrences: what a sequence keeps of all its tokens is a state of a fixed size.
+enum DiptychRecurrence : int32_t {
+    DIPTYCH_NOT_RECURRENT = 0,
+    DIPTYCH_SHORT_CONV = 1,   // out(C * conv(B * x)) (LFM2)
+    DIPTYCH_GATED_DELTA = 2,  // a matrix a head that each token corrects (Qwen3-Next)
+    DIPTYCH_MAMBA2 = 3,       // a matrix a head that each token adds to
+    DIPTYCH_MAMBA = 4,        // a few numbers a channel
+};
+
+// The sizes of a layer's recurrence; a kind leaves at 0 what it does not have. All zero: the layer is not recurrent.
+struct DiptychRecurrent {
+    int32_t kind;      // DiptychRecurrence
+    int32_t place;     // bytes from the beginning of a page to the layer's states, a multiple of 64
+    int32_t channels;  // of the convolution
+    int32_t taps;      // tokens that it sees, the present one included
+    int32_t groups;    // key heads of the delta rule, groups of heads of Mamba-2
+    int32_t heads;     // value heads of the delta rule, heads of Mamba-2
+    int32_t state;     // lanes of a key of the delta rule, numbers of a channel's state of the others
+    int32_t width;     // lanes of a value of the delta rule, of a head of Mamba-2; all channels of Mamba
+    int32_t rank;      // of Mamba: what steps are made of
+    int32_t apart;     // of the delta rule: 1: queries, keys and values have matrices of their own
+    int32_t norm;      // of Mamba-2: 0 none, 1 after the gate, 2 before it
+    float epsilon;     // of its norms
+    float largest_rate;              // of the delta rule
+    float least_step, largest_step;  // of Mamba-2
+};
+
 // What a layer has of its own.
 struct DiptychLayer {
     int32_t window;    // tokens that one attends to, itself included; 0: all
     int32_t rotation;  // number of a rotary table; -1: queries and keys are not rotated
     int32_t experts;   // 1: the feed-forward is that of experts
+    int32_t attention, feed_forward;    // 1: the layer attends; it has a feed-forward
+    int32_t norms_before, norms_after;  // 1: a sublayer f has a norm before it, or after it, or both
+    struct DiptychRecurrent recurrent;  // in place of attention, or, where it has both, beside it: the sum of both is added
 };
 
 // Which matrix of a layer. The parts of a fused one are given together, in this order.
 enum DiptychLinear : int32_t {
-    DIPTYCH_QKV = 0,      // q, k, v
+    DIPTYCH_QKV = 0,      // q, k, v, and the gate of what attention gives, where the model has one
     DIPTYCH_OUTPUT = 1,
     DIPTYCH_GATE_UP = 2,  // gate, up: their columns are interleaved so that one tile holds both; or up alone
     DIPTYCH_DOWN = 3,
@@ -146,6 +176,11 @@ enum DiptychLinear : int32_t {
     DIPTYCH_ROUTER = 5,   // dense and fp32 in all dtypes; a second part of one row gates the shared expert
     DIPTYCH_SHARED_GATE_UP = 6,
     DIPTYCH_SHARED_DOWN = 7,
+    DIPTYCH_RECURRENT_IN = 8,      // all that a recurrence makes of the layer's input, up to four parts
+    DIPTYCH_RECURRENT_SIDE = 9,    // and what of it is worth fp32: dense in all dtypes, up to two parts
+    DIPTYCH_RECURRENT_INNER = 10,  // of Mamba: steps, what is written and what is read, of the convolved channels
+    DIPTYCH_RECURRENT_STEPS = 11,  // of Mamba: the steps of all channels
+    DIPTYCH_RECURRENT_OUT = 12,
 };
 
 // Vectors of a layer, fp32.
@@ -159,6 +194,16 @@ enum DiptychVector : int32_t {
     DIPTYCH_FEED_FORWARD_OUTPUT_NORM = 6,  // of what the feed-forward adds
     DIPTYCH_SINKS = 7,                     // [heads]
     DIPTYCH_ROUTER_CORRECTION = 8,         // [experts]: added for picking, not for weighing
+    // Of a recurrence; which ones, and of what size: recurrent_kinds.h.
+    DIPTYCH_FILTER = 9,        // [taps, channels], the oldest token's first
+    DIPTYCH_FILTER_BIAS = 10,  // [channels]
+    DIPTYCH_DECAY = 11,        // what steps are multiplied with, below 0
+    DIPTYCH_STEP_BIAS = 12,
+    DIPTYCH_SKIP = 13,
+    DIPTYCH_RECURRENT_NORM = 14,
+    DIPTYCH_STEP_NORM = 15,
+    DIPTYCH_B_NORM = 16,
+    DIPTYCH_C_NORM = 17,
 };
 
 // Cosines and sines [positions, head_dim / 2]: lane i of a head turns with lane i + head_dim / 2.
@@ -224,6 +269,10 @@ struct DiptychBatch {
     const float *images;           // [image_rows][image_layers][hidden], or null
     const float *embeddings;       // [image_rows][hidden], likewise image_stride apart: what the stream begins with for
                                    // tokens that have a row, in place of their scaled embeddings; or null
+    int64_t page_block_bytes;      // of models with recurrent layers: bytes of a block that a page of states uses. The
+                                   // blocks of a place in all of `window_tables` are its page (recurrent_step.h). Else 0
+    uint8_t *stale;                // [sequences] gets 1 for a sequence that found other states than those before it,
+                                   // and that counts as aborted; or null
 };
 
 // A part of a change, for one of the matrices that a product joins.
@@ -264,7 +313,8 @@ DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instructi
 DiptychModel *diptych_share_new(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set);
 void diptych_model_free(DiptychModel *model);
 
-// Of each layer first. A layer with experts has all of them, and no dense feed-forward.
+// Of each layer first. A layer with experts has all of them, and no dense feed-forward. Shares have no recurrent layers,
+// and none without attention or a feed-forward.
 int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer *own);
 
 // Matrices and vectors are copied (packed); embedding and rotary tables stay the caller's and must outlive the

@@ -65,16 +65,15 @@ int32_t attempt(What what) {
 }
 
 // Packs a matrix of the model, or of one of its experts; `to` null: there is none.
-int32_t set_linear(DiptychModel *model, Linear *to, int32_t which, bool expert, const DiptychMatrix *parts,
-                   int32_t count) {
+int32_t set_linear(DiptychModel *model, Linear *to, int32_t layer, int32_t which, bool expert,
+                   const DiptychMatrix *parts, int32_t count) {
     try {
         if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
         if (sealed(*model)) return fail(DIPTYCH_INVALID, "the model's weights are shared");
-        std::string found = refused_parts(*model, which, expert, parts, count);
+        std::string found = refused_parts(*model, layer, which, expert, parts, count);
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         bool interleaved = (which == DIPTYCH_GATE_UP || which == DIPTYCH_SHARED_GATE_UP) && count == 2;
-        // Routing is worth four bytes a number: a rounding picks another expert.
-        int32_t dtype = which == DIPTYCH_ROUTER ? static_cast<int32_t>(DIPTYCH_FP32) : model->shape.dtype;
+        int32_t dtype = in_fp32(which) ? static_cast<int32_t>(DIPTYCH_FP32) : model->shape.dtype;
         pack(*to, model->memory, parts, count, interleaved, dtype,
              model->kernels->reads_codes ? &model->codes : nullptr);
         return DIPTYCH_OK;
@@ -156,9 +155,8 @@ void diptych_model_free(DiptychModel *model) {
 int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer *own) {
     try {
         if (layer < 0 || layer >= model->shape.layers) return fail(DIPTYCH_INVALID, "no such layer");
-        if (own->window < 0) return fail(DIPTYCH_INVALID, "a window holds at least one token");
-        if (own->rotation < -1) return fail(DIPTYCH_INVALID, "no such rotary table");
-        if (own->experts && !model->has_experts()) return fail(DIPTYCH_INVALID, "the model has no experts");
+        std::string found = refused_layer(*model, *own);
+        if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         Layer &of = model->layers[static_cast<size_t>(layer)];
         of.own = *own;
         if (model->share) {
@@ -174,7 +172,7 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
 
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count) {
-    return set_linear(model, find_linear(*model, layer, which), which, false, parts, count);
+    return set_linear(model, find_linear(*model, layer, which), layer, which, false, parts, count);
 }
 
 int32_t diptych_set_part_linear(DiptychModel *model, int32_t layer, int32_t part, int32_t which,
@@ -189,14 +187,14 @@ int32_t diptych_set_part_expert(DiptychModel *model, int32_t layer, int32_t part
 
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
                            const DiptychMatrix *parts, int32_t count) {
-    return set_linear(model, find_expert(*model, layer, expert, which), which, true, parts, count);
+    return set_linear(model, find_expert(*model, layer, expert, which), layer, which, true, parts, count);
 }
 
 int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, const float *values, int32_t size) {
     try {
         std::vector<float> *to = find_vector(*model, layer, which);
         if (to == nullptr) return fail(DIPTYCH_INVALID, "no such vector");
-        if (!vector_fits(*model, which, size)) return fail(DIPTYCH_INVALID, "the vector has another size");
+        if (!vector_fits(*model, layer, which, size)) return fail(DIPTYCH_INVALID, "the vector has another size");
         to->assign(values, values + size);
         return DIPTYCH_OK;
     } catch (const std::exception &error) {

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 29
+ABI_VERSION = 31
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -61,10 +61,9 @@ class Shape(Structure):
         ("activation", c_int32),
         ("clamp", c_float),
         ("gated", c_int32),
-        ("norms_before", c_int32),
-        ("norms_after", c_int32),
         ("norm_after_rotation", c_int32),
         ("sinks", c_int32),
+        ("attention_gate", c_int32),
         ("experts", Experts),
     )
 
@@ -103,10 +102,41 @@ class Share(Structure):
     )
 
 
+class Recurrent(Structure):
+    """`DiptychRecurrent`; all zero: none."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("place", c_int32),
+        ("channels", c_int32),
+        ("taps", c_int32),
+        ("groups", c_int32),
+        ("heads", c_int32),
+        ("state", c_int32),
+        ("width", c_int32),
+        ("rank", c_int32),
+        ("apart", c_int32),
+        ("norm", c_int32),
+        ("epsilon", c_float),
+        ("largest_rate", c_float),
+        ("least_step", c_float),
+        ("largest_step", c_float),
+    )
+
+
 class Layer(Structure):
     """`DiptychLayer`."""
 
-    _fields_ = (("window", c_int32), ("rotation", c_int32), ("experts", c_int32))
+    _fields_ = (
+        ("window", c_int32),
+        ("rotation", c_int32),
+        ("experts", c_int32),
+        ("attention", c_int32),
+        ("feed_forward", c_int32),
+        ("norms_before", c_int32),
+        ("norms_after", c_int32),
+        ("recurrent", Recurrent),
+    )
 
 
 class Rotation(Structure):
@@ -168,6 +198,8 @@ class Batch(Structure):
         ("image_places", c_void_p),
         ("images", c_void_p),
         ("embeddings", c_void_p),
+        ("page_block_bytes", c_int64),
+        ("stale", c_void_p),
     )
 
 
@@ -201,9 +233,13 @@ IQ4_NL, MXFP4 = 12, 13
 KV_OWN, KV_INT8 = 0, 1
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER, SHARED_GATE_UP, SHARED_DOWN = 0, 1, 2, 3, 4, 5, 6, 7
+RECURRENT_IN, RECURRENT_SIDE, RECURRENT_INNER, RECURRENT_STEPS, RECURRENT_OUT = 8, 9, 10, 11, 12
 CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2
 INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4
 ATTENTION_OUTPUT_NORM, FEED_FORWARD_OUTPUT_NORM, SINKS, ROUTER_CORRECTION = 5, 6, 7, 8
+FILTER, FILTER_BIAS, DECAY, STEP_BIAS, SKIP = 9, 10, 11, 12, 13
+RECURRENT_NORM, STEP_NORM, B_NORM, C_NORM = 14, 15, 16, 17
+SHORT_CONV, GATED_DELTA, MAMBA2, MAMBA = 1, 2, 3, 4
 SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
 SOFTMAX_THEN_TOPK, TOPK_THEN_SOFTMAX, SIGMOID = 0, 1, 2
 

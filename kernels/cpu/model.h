@@ -35,7 +35,8 @@ struct Linear {
         int64_t block_bytes;
         int32_t first_block, format;
     };
-    Section sections[3];
+    static constexpr int32_t kMostSections = 4;
+    Section sections[kMostSections];
     int32_t section_count = 0;
 
     const Section &section(int64_t block) const {
@@ -52,6 +53,21 @@ struct Expert {
     Linear gate_up, down;
 };
 
+// Numbers of the vectors of a recurrence.
+constexpr int32_t kRecurrentVectors = DIPTYCH_C_NORM - DIPTYCH_FILTER + 1;
+
+// The recurrence of a layer (recurrent_kinds.h).
+struct Recurrence {
+    Linear in, side, inner, steps, out;
+    std::vector<float> vectors[kRecurrentVectors];
+
+    // Null: it has none.
+    const float *vector(int32_t which) const {
+        const std::vector<float> &found = vectors[which - DIPTYCH_FILTER];
+        return found.empty() ? nullptr : found.data();
+    }
+};
+
 struct Layer {
     Linear qkv, output, gate_up, down;
     std::vector<float> input_norm, post_norm, query_norm, key_norm;
@@ -60,7 +76,10 @@ struct Layer {
     Linear router, shared_gate_up, shared_down;
     std::vector<float> router_correction;
     std::vector<Expert> experts;  // none: the feed-forward is dense
-    DiptychLayer own{0, 0, 0};
+    Recurrence recurrent;
+    DiptychLayer own{};
+
+    bool is_recurrent() const { return own.recurrent.kind != DIPTYCH_NOT_RECURRENT; }
 };
 
 struct ModelShare;
@@ -118,5 +137,7 @@ struct DiptychModel {
     int32_t group(int32_t kv_head) const { return head_ends[static_cast<size_t>(kv_head)] - first_head(kv_head); }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+    // Of a row of queries, keys, values and gates.
+    int32_t qkv_width() const { return query_width() * (shape.attention_gate ? 2 : 1) + 2 * kv_width(); }
     bool has_experts() const { return shape.experts.count > 0; }
 };

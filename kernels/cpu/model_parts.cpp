@@ -3,13 +3,14 @@
 #include "expert_routing.h"
 #include "kquants.h"
 #include "model_share.h"
+#include "recurrent_kinds.h"
 
 namespace diptych {
 
 namespace {
 
 struct Expected {
-    int32_t parts, rows[3], columns;
+    int32_t parts, rows[4], columns;
     int32_t most = parts;  // the last one may be left out where it is more
 };
 
@@ -22,11 +23,36 @@ Expected gate_up_parts(const DiptychShape &shape, int32_t width) {
     return {parts, {width, width}, shape.hidden};
 }
 
-Expected expected_parts(const DiptychModel &model, int32_t which, bool expert) {
+bool of_recurrence(int32_t which) { return which >= DIPTYCH_RECURRENT_IN && which <= DIPTYCH_RECURRENT_OUT; }
+
+Expected joined(const std::vector<int32_t> &rows, int32_t columns) {
+    Expected expected{static_cast<int32_t>(rows.size()), {}, columns};
+    std::copy(rows.begin(), rows.end(), expected.rows);
+    return expected;
+}
+
+// Of a layer that is recurrent.
+Expected expected_of_recurrence(const DiptychModel &model, int32_t layer, int32_t which) {
+    RecurrentSizes sizes = recurrent_sizes(model.layers[static_cast<size_t>(layer)].own.recurrent);
+    int32_t hidden = model.shape.hidden;
+    switch (which) {
+        case DIPTYCH_RECURRENT_IN: return joined(sizes.in, hidden);
+        case DIPTYCH_RECURRENT_SIDE: return joined(sizes.side, hidden);
+        case DIPTYCH_RECURRENT_INNER: return {1, {sizes.inner_rows}, sizes.inner_columns};
+        case DIPTYCH_RECURRENT_STEPS: return {1, {sizes.steps_rows}, sizes.steps_columns};
+        default: return {1, {hidden}, sizes.width};
+    }
+}
+
+Expected expected_parts(const DiptychModel &model, int32_t layer, int32_t which, bool expert) {
+    if (of_recurrence(which)) return expected_of_recurrence(model, layer, which);
     const DiptychShape &shape = model.shape;
     int32_t inner = expert ? shape.experts.intermediate : shape.intermediate, shared = shape.experts.shared_intermediate;
     switch (which) {
-        case DIPTYCH_QKV: return {3, {model.query_width(), model.kv_width(), model.kv_width()}, shape.hidden};
+        case DIPTYCH_QKV: {
+            int32_t queries = model.query_width(), keys = model.kv_width();
+            return {shape.attention_gate ? 4 : 3, {queries, keys, keys, queries}, shape.hidden};
+        }
         case DIPTYCH_OUTPUT: return {1, {shape.hidden}, model.query_width()};
         case DIPTYCH_GATE_UP: return gate_up_parts(shape, inner);
         case DIPTYCH_DOWN: return {1, {shape.hidden}, inner};
@@ -46,7 +72,8 @@ bool formats_join(const DiptychMatrix *parts, int32_t count, int32_t which) {
     for (int32_t p = 0; p < count; p++) {
         if (is_kquant(parts[p].format) && parts[p].columns % kSuper != 0) return false;
         if (parts[p].format == parts[0].format) continue;
-        if (which != DIPTYCH_QKV || !in_blocks(parts[0].format)) return false;
+        bool joins = which == DIPTYCH_QKV || which == DIPTYCH_RECURRENT_IN;
+        if (!joins || !in_blocks(parts[0].format)) return false;
         for (int32_t before = 0; before < p; before++) {
             if (parts[before].rows % kColumns != 0) return false;
         }
@@ -55,7 +82,7 @@ bool formats_join(const DiptychMatrix *parts, int32_t count, int32_t which) {
 }
 
 bool format_fits(const DiptychModel &model, int32_t which, int32_t format) {
-    if (which == DIPTYCH_ROUTER) return format == DIPTYCH_DENSE;
+    if (in_fp32(which)) return format == DIPTYCH_DENSE;
     switch (model.shape.dtype) {
         case DIPTYCH_BLOCKS: return in_blocks(format);
         case DIPTYCH_BYTES: return format == DIPTYCH_I8 || format == DIPTYCH_I8_CODED;
@@ -79,6 +106,7 @@ std::string refused_experts(const DiptychExperts &experts) {
 }
 
 bool whole_feed_forward(const DiptychModel &model, const Layer &layer) {
+    if (!layer.own.feed_forward) return true;
     if (!layer.own.experts) return layer.gate_up.data && layer.down.data;
     bool shared = model.shape.experts.shared_intermediate > 0;
     bool whole = layer.router.data && (!shared || (layer.shared_gate_up.data && layer.shared_down.data));
@@ -88,11 +116,18 @@ bool whole_feed_forward(const DiptychModel &model, const Layer &layer) {
 
 bool whole_layer(const DiptychModel &model, const Layer &layer) {
     const DiptychShape &shape = model.shape;
-    bool before = shape.norms_before != 0, after = shape.norms_after != 0;
-    return layer.qkv.data &&
-           layer.input_norm.empty() != before && layer.post_norm.empty() != before &&
-           layer.attention_output_norm.empty() != after && layer.feed_forward_output_norm.empty() != after &&
-           layer.query_norm.empty() == layer.key_norm.empty() && layer.sinks.empty() != (shape.sinks != 0);
+    bool before = layer.own.norms_before != 0, after = layer.own.norms_after != 0;
+    bool attends = layer.own.attention != 0, mixes = attends || layer.is_recurrent(), feeds = layer.own.feed_forward != 0;
+    return (!attends || layer.qkv.data) && whole_recurrence(layer) &&
+           layer.input_norm.empty() != (before && mixes) && layer.post_norm.empty() != (before && feeds) &&
+           layer.attention_output_norm.empty() != (after && mixes) &&
+           layer.feed_forward_output_norm.empty() != (after && feeds) &&
+           layer.query_norm.empty() == layer.key_norm.empty() &&
+           layer.sinks.empty() != (attends && shape.sinks != 0);
+}
+
+bool whole_sublayers(const DiptychModel &model, const Layer &layer) {
+    return (!layer.own.attention || layer.output.data) && whole_feed_forward(model, layer);
 }
 
 }  // namespace
@@ -101,6 +136,7 @@ Linear *find_linear(DiptychModel &model, int32_t layer, int32_t which) {
     if (which == DIPTYCH_HEAD) return &model.head;
     Layer *found = find_layer(model, layer);
     if (found == nullptr) return nullptr;
+    if (of_recurrence(which) && !found->is_recurrent()) return nullptr;
     bool experts = found->own.experts != 0, shared = experts && model.shape.experts.shared_intermediate > 0;
     switch (which) {
         case DIPTYCH_QKV: return &found->qkv;
@@ -110,6 +146,11 @@ Linear *find_linear(DiptychModel &model, int32_t layer, int32_t which) {
         case DIPTYCH_ROUTER: return experts ? &found->router : nullptr;
         case DIPTYCH_SHARED_GATE_UP: return shared ? &found->shared_gate_up : nullptr;
         case DIPTYCH_SHARED_DOWN: return shared ? &found->shared_down : nullptr;
+        case DIPTYCH_RECURRENT_IN: return &found->recurrent.in;
+        case DIPTYCH_RECURRENT_SIDE: return &found->recurrent.side;
+        case DIPTYCH_RECURRENT_INNER: return &found->recurrent.inner;
+        case DIPTYCH_RECURRENT_STEPS: return &found->recurrent.steps;
+        case DIPTYCH_RECURRENT_OUT: return &found->recurrent.out;
         default: return nullptr;
     }
 }
@@ -125,6 +166,9 @@ std::vector<float> *find_vector(DiptychModel &model, int32_t layer, int32_t whic
     if (which == DIPTYCH_FINAL_NORM) return &model.final_norm;
     Layer *found = find_layer(model, layer);
     if (found == nullptr) return nullptr;
+    if (which >= DIPTYCH_FILTER && which <= DIPTYCH_C_NORM) {
+        return found->is_recurrent() ? &found->recurrent.vectors[which - DIPTYCH_FILTER] : nullptr;
+    }
     switch (which) {
         case DIPTYCH_INPUT_NORM: return &found->input_norm;
         case DIPTYCH_POST_NORM: return &found->post_norm;
@@ -138,8 +182,11 @@ std::vector<float> *find_vector(DiptychModel &model, int32_t layer, int32_t whic
     }
 }
 
-bool vector_fits(const DiptychModel &model, int32_t which, int32_t size) {
+bool vector_fits(const DiptychModel &model, int32_t layer, int32_t which, int32_t size) {
     const DiptychShape &shape = model.shape;
+    if (which >= DIPTYCH_FILTER) {
+        return size == recurrent_sizes(model.layers[static_cast<size_t>(layer)].own.recurrent).vector(which);
+    }
     switch (which) {
         case DIPTYCH_QUERY_NORM: return size == shape.head_dim || size == model.query_width();
         case DIPTYCH_KEY_NORM: return size == shape.head_dim || size == model.kv_width();
@@ -149,9 +196,25 @@ bool vector_fits(const DiptychModel &model, int32_t which, int32_t size) {
     }
 }
 
-std::string refused_parts(const DiptychModel &model, int32_t which, bool expert, const DiptychMatrix *parts,
+std::string refused_layer(const DiptychModel &model, const DiptychLayer &own) {
+    if (own.window < 0) return "a window holds at least one token";
+    if (own.rotation < -1) return "no such rotary table";
+    if (own.experts && !model.has_experts()) return "the model has no experts";
+    bool recurs = own.recurrent.kind != DIPTYCH_NOT_RECURRENT;
+    if (!own.attention && !recurs && !own.feed_forward) return "a layer computes nothing";
+    if (own.experts && !own.feed_forward) return "a layer without a feed-forward has experts";
+    if (!own.norms_before && !own.norms_after) return "sublayers have no norm";
+    if (model.share && (recurs || !own.attention || !own.feed_forward)) return "a share's layers attend, and have a feed-forward";
+    return refused_recurrence(own.recurrent);
+}
+
+bool in_fp32(int32_t which) {  // a rounding of a router's picks another expert
+    return which == DIPTYCH_ROUTER || which == DIPTYCH_RECURRENT_SIDE;
+}
+
+std::string refused_parts(const DiptychModel &model, int32_t layer, int32_t which, bool expert, const DiptychMatrix *parts,
                           int32_t count) {
-    Expected expected = expected_parts(model, which, expert);
+    Expected expected = expected_parts(model, layer, which, expert);
     if (count < expected.parts || count > expected.most) return "the matrix has another number of parts";
     for (int32_t p = 0; p < count; p++) {
         if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
@@ -188,7 +251,6 @@ std::string refused_shape(const DiptychShape &s, bool shared) {
     if (s.activation == DIPTYCH_CLAMPED_SWIGLU && (!s.gated || !(s.clamp > 0.0f))) {
         return "a clamped activation has a gate and a bound";
     }
-    if (!s.norms_before && !s.norms_after) return "sublayers have no norm";
     if (s.growth_length < 0) return "queries grow after a length below 0";
     return refused_experts(s.experts);
 }
@@ -201,7 +263,7 @@ std::string incomplete(const DiptychModel &model) {
     if ((needs_head && !model.head.data) || model.final_norm.empty()) return "the model has no head or no final norm";
     for (int32_t index = 0; index < model.shape.layers; index++) {
         const Layer &layer = model.layers[static_cast<size_t>(index)];
-        bool products = model.share ? model.share->whole(index, layer) : layer.output.data && whole_feed_forward(model, layer);
+        bool products = model.share ? model.share->whole(index, layer) : whole_sublayers(model, layer);
         if (!products || !whole_layer(model, layer)) return "a layer of the model is incomplete";
         if (layer.own.rotation >= static_cast<int32_t>(model.rotations.size())) {
             return "a layer has a rotary table that is not there";

@@ -111,11 +111,11 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
     });
 }
 
-// A sublayer's last product, of `values` [rows of the set, width]: added to the stream or, `apart`, kept as an update.
-// Rows with adapters have `changes`.
+// A sublayer's last product, of `values` [rows of the set, width]: added to the stream or, `apart`, kept as an update, or
+// added to the one that there is. Rows with adapters have `changes`.
 template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
-                   bool apart, const Changes<Kind> &changes) {
+                   bool apart, const Changes<Kind> &changes, bool to_update = false) {
     changes.shrink(values.get(), width);
     ready_rows<Kind>(step, set.size(), values.get(), width, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
@@ -124,10 +124,11 @@ void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, con
     auto place = [base, rows, stride = step.hidden_stride](int row, int column) {
         return base + (rows != nullptr ? rows[row] : row) * stride + column;
     };
-    auto add_sums = [place, apart, &changes, scale = splat(step.model->shape.residual_scale)](int row, int column, float *sums) {
+    Lanes scale = splat(apart ? 1.0f : step.model->shape.residual_scale);
+    auto add_sums = [place, kept = apart && !to_update, &changes, scale](int row, int column, float *sums) {
         changes.expand(row, column, sums);
         float *to = place(row, column);
-        if (apart) {
+        if (kept) {
             std::memcpy(to, sums, kColumns * sizeof(float));
             return;
         }

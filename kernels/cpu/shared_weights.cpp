@@ -94,7 +94,7 @@ class DirectoryReader {
         move(of.data);
         move(of.bias);
         move(of.codes);
-        for (int32_t s = 0; s < of.section_count && s < 3; s++) move(of.sections[s].data);
+        for (int32_t s = 0; s < of.section_count && s < Linear::kMostSections; s++) move(of.sections[s].data);
     }
 
     void vector(std::vector<float> &of) {
@@ -134,7 +134,8 @@ template <class Directory>
 void exchange(Directory &directory, Layer &layer, const DiptychShape &shape) {
     directory.value(layer.own);
     for (Linear *matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router, &layer.shared_gate_up,
-                           &layer.shared_down}) {
+                           &layer.shared_down, &layer.recurrent.in, &layer.recurrent.side, &layer.recurrent.inner,
+                           &layer.recurrent.steps, &layer.recurrent.out}) {
         directory.matrix(*matrix);
     }
     for (std::vector<float> *vector :
@@ -142,6 +143,7 @@ void exchange(Directory &directory, Layer &layer, const DiptychShape &shape) {
           &layer.feed_forward_output_norm, &layer.sinks, &layer.router_correction}) {
         directory.vector(*vector);
     }
+    for (std::vector<float> &vector : layer.recurrent.vectors) directory.vector(vector);
     if (Directory::kReads) layer.experts.resize(layer.own.experts ? static_cast<size_t>(shape.experts.count) : 0);
     for (Expert &expert : layer.experts) {
         directory.matrix(expert.gate_up);

@@ -3,6 +3,9 @@
 //   embed | norm | qkv | place (norm and rotate heads, write keys and values) | attend | output + residual
 //         | norm | gate and up, activation | down + residual | ... | final norm of the wanted rows | head
 //
+// Recurrent layers have other phases in place of attention, or beside it (recurrent.h), and the step one more before the
+// first layer and two behind the head (recurrent_step.h).
+//
 // Experts take the place of gate, up and down (experts.h). Rows with adapters have a phase more before each product
 // (adapters.h).
 //
@@ -13,10 +16,13 @@
 // Within a phase ranks take rows, blocks of columns or attention tasks by tickets, their own ones first (row_groups.h).
 #pragma once
 
+#include "attention_gate.h"
 #include "attention_tasks.h"
 #include "embedding.h"
 #include "feed_forward.h"
+#include "recurrent.h"
 #include "shared_sums.h"
+#include "state_pages.h"
 #include "write_kv.h"
 
 namespace diptych {
@@ -186,12 +192,51 @@ inline void keep_features(const StepState &step, int layer) {
     }
 }
 
+// Queries, keys and values of normed rows.
+template <class Kind>
+void project_heads(StepState &step, const Layer &layer, int index) {
+    auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
+    Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV);
+    qkv.shrink(step.normed, step.hidden_stride);
+    product_of_normed<Kind>(
+        step, layer.qkv, static_cast<int>(step.rows.size()),
+        [&](int row, int column, float *sums) {
+            qkv.expand(row, column, sums);
+            std::memcpy(place(row, column), sums, kColumns * sizeof(float));
+        },
+        [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
+    step.model->team.barrier();
+}
+
+// Attention, a recurrence, both or neither, of normed rows. Both read these before one of them makes its output ready for a
+// product, where the normed rows may lie.
+template <class Kind, class Sums>
+Update run_mixers(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
+    Update update;
+    bool attends = layer.own.attention != 0, recurs = layer.is_recurrent();
+    if (recurs) project_recurrence<Kind>(step, layer);
+    if (attends) project_heads<Kind>(step, layer, index);
+    if (recurs) run_recurrence<Kind>(step, layer);
+    if (attends) {
+        Sums::norm_heads(step, layer, rank);
+        with_kept<Kind>(step, [&](auto kept) {
+            write_kv<decltype(kept), Kind>(step, layer, index);
+            run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
+        });
+        gate_attention<Kind>(step, set);
+        update = Sums::add_attention(step, set, layer, index, rank);
+    }
+    return recurs ? add_recurrence<Kind>(step, set, layer, update) : update;
+}
+
 // `Sums`: WholeSums or SharedSums.
 template <class Kind, class Sums>
 void run_layers(StepState &step, int rank) {
     ThreadTeam &team = step.model->team;
     Sums::embed(step, rank);
     team.barrier();
+    bool keeps_states = step.recurrent.page > 0;
+    if (keeps_states) read_states(step);
     int layers = step.model->shape.layers;
     Update update;
     for (int index = 0; index < layers; index++) {
@@ -200,33 +245,19 @@ void run_layers(StepState &step, int rank) {
         if (rank == 0 && index == step.guests_from) team.welcome();
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) Sums::poll(step);
-        norm_rows<Kind>(step, step.all, layer.input_norm, update);
+        norm_rows<Kind>(step, step.all, layer.input_norm, update, layer.recurrent.side.data ? step.experts.normed : nullptr);
         Sums::end_norms(step, rank);
         if (step.stopped) return;
         if (rank == 0) keep_features(step, index);  // nothing is added to them before the next barrier
-        int rows = static_cast<int>(step.rows.size());
-        auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
-        Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV);
-        qkv.shrink(step.normed, step.hidden_stride);
-        product_of_normed<Kind>(
-            step, layer.qkv, rows,
-            [&](int row, int column, float *sums) {
-                qkv.expand(row, column, sums);
-                std::memcpy(place(row, column), sums, kColumns * sizeof(float));
-            },
-            [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
-        team.barrier();
-        Sums::norm_heads(step, layer, rank);
-        with_kept<Kind>(step, [&](auto kept) {
-            write_kv<decltype(kept), Kind>(step, layer, index);
-            run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
-        });
-        update = Sums::add_attention(step, set, layer, index, rank);
-        update = Sums::run_feed_forward(step, set, layer, index, update, rank);
+        update = run_mixers<Kind, Sums>(step, set, layer, index, rank);
+        if (layer.own.feed_forward) update = Sums::run_feed_forward(step, set, layer, index, update, rank);
         update.behind = index;
     }
     step.batch.leaves == nullptr ? run_head<Kind, Sums>(step, update, rank) : leave_rows<Kind>(step, update);
     Sums::end(step, rank);
+    if (!keeps_states) return;
+    team.barrier();
+    write_states(step);
 }
 
 template <class Kind>

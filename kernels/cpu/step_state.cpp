@@ -8,6 +8,8 @@
 #include "divided_rows.h"
 #include "model_parts.h"
 #include "model_share.h"
+#include "recurrent_kinds.h"
+#include "state_pages.h"
 #include "token_tree.h"
 #include "window_tables.h"
 
@@ -123,7 +125,6 @@ void grow_experts(StepState &step, const DiptychModel &model, int64_t rows) {
     own.inner_stride = model.share ? model.share->expert_width : round_up(experts.intermediate, kDepth);
     own.shared_stride = model.share ? model.share->shared_width : round_up(experts.shared_intermediate, kDepth);
     own.logits = zeroed(rows * own.router_stride * number);
-    if (model.bf16_activations()) own.own_normed = zeroed(rows * step.hidden_stride * number);
     own.gathered = zeroed(places * step.hidden_stride * value);
     own.inner = zeroed(places * own.inner_stride * value);
     own.outputs = zeroed(places * step.hidden_stride * number);
@@ -139,13 +140,43 @@ void grow_experts(StepState &step, const DiptychModel &model, int64_t rows) {
     own.group_of.resize(static_cast<size_t>(experts.count));
 }
 
+// The widest of what recurrent layers have; returns how wide the inputs of their products are.
+int64_t grow_recurrent(StepState &step, const DiptychModel &model, int64_t rows) {
+    RecurrentStep &own = step.recurrent;
+    int64_t read = 0, width = 0;
+    own.in_stride = own.out_stride = own.scratch_stride = 0;
+    own.padded = false;
+    for (const Layer &layer : model.layers) {
+        if (!layer.is_recurrent()) continue;
+        RecurrentSizes sizes = recurrent_sizes(layer.own.recurrent);
+        int64_t in = round_up(sizes.in_width(), kColumns) + round_up(sizes.side_width(), kColumns);
+        own.padded = own.padded || (width > 0 && sizes.width != width);
+        width = sizes.width;
+        own.in_stride = std::max(own.in_stride, in);
+        own.out_stride = std::max(own.out_stride, round_up(sizes.width, kDepth));
+        own.scratch_stride = std::max(own.scratch_stride, round_up(sizes.scratch, kDepth));
+        read = std::max<int64_t>({read, sizes.inner_columns, sizes.steps_columns});
+    }
+    int64_t number = sizeof(float);
+    if (own.in_stride > 0) own.in = zeroed(rows * own.in_stride * number);
+    if (own.out_stride > 0) own.out = zeroed(rows * own.out_stride * value_bytes(model));
+    if (own.scratch_stride > 0) own.scratch = zeroed(rows * own.scratch_stride * number);
+    return std::max(own.out_stride, round_up(read, kDepth));
+}
+
+// Whether some layer says so.
+template <class Says>
+bool some_layer(const DiptychModel &model, Says says) {
+    return std::any_of(model.layers.begin(), model.layers.end(), says);
+}
+
 void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     if (rows <= step.row_capacity) return;
     const DiptychShape &shape = model.shape;
     int64_t capacity = round_up(rows, kRowPadding), number = sizeof(float), value = value_bytes(model);
     step.row_capacity = 0;
     step.hidden_stride = round_up(shape.hidden, kDepth);
-    step.qkv_stride = round_up(model.query_width() + 2 * model.kv_width(), kColumns);
+    step.qkv_stride = round_up(model.qkv_width(), kColumns);
     step.mixed_stride = model.share ? model.share->mixed_begins.back() : round_up(model.query_width(), kDepth);
     step.inner_stride = model.share ? model.share->inner_begins.back() : round_up(shape.intermediate, kDepth);
     step.hidden = zeroed(capacity * step.hidden_stride * number);
@@ -153,10 +184,14 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.own_normed = zeroed(capacity * step.hidden_stride * value);
     step.mixed = zeroed(capacity * step.mixed_stride * value);
     step.inner = zeroed(capacity * step.inner_stride * value);
-    if (shape.norms_after || model.has_experts() || model.share) step.update = zeroed(capacity * step.hidden_stride * number);
+    bool after = some_layer(model, [](const Layer &layer) { return layer.own.norms_after != 0; });
+    if (after || model.has_experts() || model.share) step.update = zeroed(capacity * step.hidden_stride * number);
     int64_t shared = round_up(shape.experts.shared_intermediate, kDepth);
-    Entries entries =
-        make_entries(model, capacity, std::max({step.hidden_stride, step.mixed_stride, step.inner_stride, shared}));
+    bool wide = model.has_experts() || some_layer(model, [](const Layer &layer) { return layer.recurrent.side.data != nullptr; });
+    if (wide && model.bf16_activations()) step.experts.own_normed = zeroed(capacity * step.hidden_stride * number);
+    int64_t recurrent = grow_recurrent(step, model, capacity);
+    Entries entries = make_entries(
+        model, capacity, std::max({step.hidden_stride, step.mixed_stride, step.inner_stride, shared, recurrent}));
     step.entries = std::move(entries.memory);
     step.entry_stride = entries.stride;
     step.normed_entry_stride = entries_of_row(model, step.hidden_stride);
@@ -223,6 +258,7 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     int64_t own = 2 * head * model.block_kv_heads * block_layers(model, batch);
     if (batch.block_stride != 0 ? batch.block_stride < own : batch.layer_places != nullptr) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
+    if (missing.empty()) missing = refused_page_blocks(model, batch);
     if (!missing.empty()) return missing;
     const int32_t *tokens = batch.tokens, *table = batch.tables, *windowed = batch.window_tables;
     int64_t rows = 0;
@@ -237,6 +273,7 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         std::string found = refused_sequence(model, batch, s, tokens, table);
         if (found.empty()) found = refused_tree(batch, s, rows - batch.counts[s]);
         if (found.empty()) found = refused_windows(model, batch, s, windowed);
+        if (found.empty()) found = refused_pages(model, batch, s);
         if (!found.empty()) return found;
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
@@ -288,6 +325,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         table += batch.table_lengths[s];
     }
     add_window_tables(step);
+    prepare_states(step);
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));
     place_inputs(step);
     prepare_adapters(step);

@@ -8,6 +8,7 @@
 
 #include "kv_layout.h"
 #include "model.h"
+#include "recurrent_step.h"
 #include "topk.h"
 
 namespace diptych {
@@ -120,6 +121,7 @@ struct StepState {
     Buffer shrunk;  // fp32 [rows, shrunk_stride]: between the two products of adapters
     int64_t shrunk_stride = 0, shrunk_rows = 0;
     ExpertStep experts;
+    RecurrentStep recurrent;
 
     std::vector<Buffer> scores;  // per rank, guests included: queries and probabilities of one attention task
     int64_t score_floats = 0;    // of each

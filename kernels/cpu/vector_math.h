@@ -27,6 +27,30 @@ inline Lanes exp(Lanes x) {
 
 inline Lanes silu(Lanes x) { return div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))); }
 
+inline Lanes sigmoid(Lanes x) { return div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), x)))); }
+
+// ln(1 + e^x) within 3e-7 of its size; NaN stays NaN. The logarithm of 1 + u, u = e^-|x|, is 2 artanh(u / (2 + u)), by
+// its series of eight terms.
+inline Lanes softplus(Lanes x) {
+    Lanes u = exp(min(x, sub(splat(0.0f), x)));
+    Lanes s = div(u, add(u, splat(2.0f))), z = mul(s, s);
+    Lanes p = splat(1.0f / 15.0f);
+    p = fma(p, z, splat(1.0f / 13.0f));
+    p = fma(p, z, splat(1.0f / 11.0f));
+    p = fma(p, z, splat(1.0f / 9.0f));
+    p = fma(p, z, splat(1.0f / 7.0f));
+    p = fma(p, z, splat(1.0f / 5.0f));
+    p = fma(p, z, splat(1.0f / 3.0f));
+    p = fma(p, z, splat(1.0f));
+    return fma(add(s, s), p, max(splat(0.0f), x));
+}
+
+inline float first_of(Lanes x) {
+    float all[kLanes];
+    store(all, x);
+    return all[0];
+}
+
 // Within 2e-7; NaN stays NaN. Cephes' polynomial near 0, where 1 - 2 / (e^2x + 1) has few digits left.
 inline Lanes tanh(Lanes x) {
     Lanes z = mul(x, x);

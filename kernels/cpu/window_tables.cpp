@@ -13,8 +13,9 @@ std::string refused_windows(const DiptychModel &model, const DiptychBatch &batch
         return where + std::to_string(count) + " windowed blocks from " + std::to_string(first) + " on";
     }
     for (int32_t layer = 0; layer < model.shape.layers; layer++) {
-        if (batch.layer_places[2 * layer] == 0) continue;
-        int64_t window = model.layers[static_cast<size_t>(layer)].own.window;
+        const Layer &of = model.layers[static_cast<size_t>(layer)];
+        if (batch.layer_places[2 * layer] == 0 || !of.own.attention) continue;
+        int64_t window = of.own.window;
         int64_t read = window == 0 ? 0 : std::max<int64_t>(0, batch.starts[s] + 1 - window) / size;
         if (first > read) {
             return where + "layer " + std::to_string(layer) + " reads block " + std::to_string(read) +

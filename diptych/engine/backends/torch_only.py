@@ -9,14 +9,6 @@ from diptych.engine.models.shape import ModelShape
 
 def torch_only(shape: ModelShape) -> Iterator[str]:
     """Yield what of a model of `shape` neither the native nor the Triton step computes, in words."""
-    if shape.recurrent_layers:
-        yield "recurrent layers"
-    if not all(layer.attention and layer.feed_forward for layer in shape.layers):
-        yield "layers without attention or without a feed-forward"
-    if shape.experts is not None and not shape.experts.gated:
-        yield "experts without a gate"
-    if shape.attention_gate:
-        yield "attention with a gate"
     if shape.latent is not None:
         yield "attention over latents"
     if shape.norm != "rms":

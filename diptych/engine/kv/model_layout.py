@@ -27,13 +27,17 @@ def kv_layout(shape: ModelShape, dtype: torch.dtype, block_size: int) -> KVLayou
     return _with_pages(layout, shape) if shape.recurrent_layers else layout
 
 
+def kept_states(shape: ModelShape) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Return the numbers of the recurrent layers of `shape`, with the shapes of each one's states."""
+    return [(number, one.recurrent.states) for number, one in enumerate(shape.layers) if one.recurrent]
+
+
 def _with_pages(layout: KVLayout, shape: ModelShape) -> KVLayout:
     """Return the layout of blocks that have the layers that attend, and pages of the others' states."""
     attends = [layer.attention for layer in shape.layers]
     block_bytes = replace(layout, num_layers=sum(attends)).own_bytes
-    kept = [(number, one.recurrent.states) for number, one in enumerate(shape.layers) if one.recurrent]
     try:
-        states = state_layout(kept, block_bytes)
+        states = state_layout(kept_states(shape), block_bytes)
     except ValueError as error:
         raise UnsupportedModel(f"--block-size {layout.block_size}: {error}") from error
     return replace(layout, windows=state_groups(attends, states.blocks), states=states)

@@ -46,12 +46,16 @@ class StateLayout:
 
     def extents(self) -> dict[int, tuple[int, int]]:
         """Return the bytes of a page, from and to, that hold each layer's states."""
-        sizes = [_state_bytes(shapes) for _, shapes in self.layers]
-        begins = accumulate(map(_aligned, sizes), initial=ALIGNED)
-        return {
-            layer: (begin, begin + size)
-            for (layer, _), size, begin in zip(self.layers, sizes, begins, strict=False)
-        }
+        return state_extents(self.layers)
+
+
+def state_extents(layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]]) -> dict[int, tuple[int, int]]:
+    """Return the bytes of a page, from and to, that hold the states of each of `StateLayout.layers`."""
+    sizes = [_state_bytes(shapes) for _, shapes in layers]
+    begins = accumulate(map(_aligned, sizes), initial=ALIGNED)
+    return {
+        layer: (begin, begin + size) for (layer, _), size, begin in zip(layers, sizes, begins, strict=False)
+    }
 
 
 def page_bytes(layers: Iterable[tuple[tuple[int, ...], ...]]) -> int:

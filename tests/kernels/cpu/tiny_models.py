@@ -96,7 +96,7 @@ def random_blocks(rows: int, columns: int, format: BlockFormat, seed: int = 5) -
 
 def with_matrices(weights: Weights, make: Callable[[int, Any], Any]) -> Weights:
     """Return the weights with `make(number, matrix)` in place of each matrix but the head and routers."""
-    names = ("q", "k", "v", "o", "gate", "up", "down")
+    names = ("q", "k", "v", "o", "gate", "up", "down", "q_gate")
     shared = ("shared_gate", "shared_up", "shared_down")
 
     def of_experts(experts: ExpertWeights, first: int) -> ExpertWeights:
@@ -115,8 +115,13 @@ def with_matrices(weights: Weights, make: Callable[[int, Any], Any]) -> Weights:
         matrices = {
             name: make(10 * index + number, getattr(layer, name))
             for number, name in enumerate(names)
-            if getattr(layer, name) is not None
+            if getattr(layer, name) is not None and getattr(layer, name).shape[0]
         }
+        if layer.recurrent is not None:
+            matrices["recurrent"] = {
+                name: make(10 * index + 8 + name.startswith("out"), one) if name.endswith("_proj") else one
+                for name, one in layer.recurrent.items()
+            }
         experts = None if layer.experts is None else of_experts(layer.experts, 100 + 2000 * index)
         return replace(layer, **matrices, experts=experts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import weakref
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.native.adapters import NativeAdapter, whole_products
 from diptych.engine.backends.native.batch import (
     GivenRows,
@@ -50,6 +52,7 @@ from diptych.engine.weights import Storage, Weights
 from kernels import int8_cache
 from kernels.cpu import library as native
 
+_LOG = logging.getLogger(__name__)
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
 RotaryTables = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -180,8 +183,8 @@ class NativeBackend:
         self._guests_from = math.ceil(after * self._shape.num_layers)
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
-        """See `AdapterBackend.allow_adapters`: what is computed natively is computed with adapters, too."""
-        return None
+        """See `AdapterBackend.allow_adapters`."""
+        return lacks_adapters(self._shape)
 
     def prepare_adapter(self, adapter: Adapter) -> object:
         """See `AdapterBackend.prepare_adapter`: steps read it where it is packed here."""
@@ -231,7 +234,7 @@ class NativeBackend:
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""
-        return None
+        return lacks_trees(self._shape)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
@@ -281,6 +284,8 @@ class NativeBackend:
             return False  # it is computed with tables of its own
         if self._every_row and not has_every_row(sequences):
             return False
+        if self._shape.recurrent_layers:
+            return False  # a token behind the last one of an answer would be in its states
         # Tables take their time to make, and a running step reads those that there are.
         return positions_of(sequences) <= self._positions
 
@@ -420,6 +425,9 @@ class NativeBackend:
             logits.data_ptr(),
             batch.likeliest.buffer_info()[0],
         )
+        if any(batch.stale):
+            found = [number for number, one in enumerate(batch.stale) if one]
+            _LOG.error("rows %s of a step read recurrent states that are not those before them", found)
         if status == native.ALL_ABORTED:
             return logits.fill_(torch.nan), batch
         self._check(status)

@@ -100,6 +100,8 @@ class NativeBatch:
     """Memory for the rows behind the final norm, if they are wanted."""
     features: torch.Tensor | None
     """Memory for the residual stream before tapped layers, if any are."""
+    stale: array[int]
+    """Memory for a number a sequence: 1 once it has found other recurrent states than those before it."""
 
 
 def native_batch(
@@ -146,6 +148,7 @@ def native_batch(
         "greedy": array("B", greedy),
     }
     windowed = _add_windows(arrays, sequences)
+    stale = array("B", bytes(len(sequences)))
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
     if any(step.adapter is not None for step in sequences):
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
@@ -166,6 +169,8 @@ def native_batch(
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
         kept=native.KV_INT8 if layout.has_scales else native.KV_OWN,
         windowed=windowed,
+        page_block_bytes=0 if layout.states is None else layout.states.block_bytes,
+        stale=stale.buffer_info()[0],
         taps=0 if taps is None else len(taps.layers),
         tapped=None if taps is None else taps.layers.buffer_info()[0],
         features=None if features is None else features.data_ptr(),
@@ -183,7 +188,7 @@ def native_batch(
     alive = [*arrays.values(), follows, abort, memories, taps, passing, given]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
-    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)
+    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features, stale)
 
 
 def _add_windows(arrays: dict[str, array[int]], sequences: Sequence[SequenceStep]) -> int:

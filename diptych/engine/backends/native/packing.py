@@ -9,6 +9,12 @@ from typing import NamedTuple
 import torch
 
 from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.backends.native.recurrent import (
+    PackedRecurrence,
+    Part,
+    native_recurrence,
+    packed_recurrence,
+)
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ExpertsShape, LayerShape, ModelShape, Routing
 from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
@@ -42,8 +48,7 @@ _ROUTINGS: dict[Routing, int] = {
     "topk_then_softmax": native.TOPK_THEN_SOFTMAX,
     "sigmoid": native.SIGMOID,
 }
-Part = tuple[Matrix | None, torch.Tensor | None]
-"""A matrix with its bias; the matrix is None where the shape has none."""
+_IN_FP32 = (native.ROUTER, native.RECURRENT_SIDE)
 
 
 def native_shape(shape: ModelShape, dtype: int) -> native.Shape:
@@ -73,10 +78,9 @@ def native_shape(shape: ModelShape, dtype: int) -> native.Shape:
         activation=_ACTIVATIONS[shape.activation],
         clamp=clamp or 0.0,
         gated=shape.gated,
-        norms_before=shape.norms != "after",
-        norms_after=shape.norms != "before",
         norm_after_rotation=shape.qk_norm_after_rotation,
         sinks=shape.sinks,
+        attention_gate=shape.attention_gate,
         experts=native.Experts() if shape.experts is None else _native_experts(shape.experts),
     )
 
@@ -112,13 +116,9 @@ def pack_model(
 ) -> None:
     """Set all but embedding and rotary tables. Raises NativeError if a tensor is not what `shape` says."""
     packer = Packer(library, model, dtype)
-    for index, (own, layer) in enumerate(zip(shape.layers, weights.layers, strict=True)):
-        packer.set_layer(index, own, shape.window(index))
-        packer.pack_attention(index, layer)
-        if layer.experts is None:
-            packer.pack_dense(index, layer)
-        else:
-            packer.pack_experts(index, layer.experts)
+    for index, layer in enumerate(weights.layers):
+        packer.set_layer(index, shape, index)
+        packer.pack_layer(index, shape.layers[index], layer)
     packer.set_vector(0, native.FINAL_NORM, weights.final_norm)
     packer.set_linear(0, native.HEAD, (weights.output_matrix(), None))
 
@@ -131,19 +131,40 @@ class Packer:
         self._model = model
         self._dtype = dtype
 
-    def set_layer(self, index: int, own: LayerShape, window: int | None) -> None:
+    def set_layer(self, index: int, shape: ModelShape, number: int) -> None:
+        """Describe the native model's layer `index`, which is layer `number` of `shape`."""
+        own = shape.layers[number]
+        norms = own.norms or shape.norms
         layer = native.Layer(
-            window=window or 0,
+            window=shape.window(number) or 0,
             rotation=-1 if own.rotation is None else own.rotation,
-            experts=own.experts,
+            experts=own.experts and own.feed_forward,
+            attention=own.attention,
+            feed_forward=own.feed_forward,
+            norms_before=norms != "after",
+            norms_after=norms != "before",
+            recurrent=native_recurrence(shape, number),
         )
         self._check(self._library.diptych_set_layer(self._model, index, layer))
 
-    def pack_attention(self, index: int, layer: LayerWeights) -> None:
-        qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-        self.set_linear(index, native.QKV, *qkv)
-        self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+    def pack_layer(self, index: int, own: LayerShape, layer: LayerWeights) -> None:
+        if own.attention:
+            qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+            self.set_linear(index, native.QKV, *qkv, (layer.q_gate, None))
+            self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        if own.recurrent is not None and layer.recurrent is not None:
+            self.pack_recurrence(index, packed_recurrence(own.recurrent, layer.recurrent))
         self.set_vectors(index, layer)
+        if layer.experts is not None:
+            self.pack_experts(index, layer.experts)
+        elif own.feed_forward:
+            self.pack_dense(index, layer)
+
+    def pack_recurrence(self, index: int, packed: PackedRecurrence) -> None:
+        for which, parts in packed.matrices.items():
+            self.set_linear(index, which, *parts)
+        for which, vector in packed.vectors.items():
+            self.set_vector(index, which, vector.flatten())
 
     def set_vectors(self, index: int, layer: LayerWeights) -> None:
         self.set_vector(index, native.INPUT_NORM, layer.input_norm)
@@ -190,7 +211,7 @@ class Packer:
             self.set_part_linear(index, part, which, *parts)
 
     def set_linear(self, layer: int, which: int, *parts: Part) -> None:
-        made = _native_parts(parts, torch.float32 if which == native.ROUTER else self._dtype)
+        made = _native_parts(parts, torch.float32 if which in _IN_FP32 else self._dtype)
         status = self._library.diptych_set_linear(
             self._model, layer, which, made.matrices, len(made.matrices)
         )

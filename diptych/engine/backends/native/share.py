@@ -103,7 +103,7 @@ class Share:
         """
         packer = Packer(library, model, dtype)
         for index, number in enumerate(self.stage.layers):
-            packer.set_layer(index, self.whole.layers[number], self.whole.window(number))
+            packer.set_layer(index, self.whole, number)
             self._pack_layer(packer, index, [weights.layers[index] for weights in self.weights])
         packer.set_vector(0, native.FINAL_NORM, self.weights[0].final_norm)
         if self.stage.is_last:

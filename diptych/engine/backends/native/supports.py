@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diptych.engine.backends.native.recurrent import lacks_recurrences
 from diptych.engine.backends.torch_only import torch_only
 from diptych.engine.models.shape import ModelShape
 
@@ -18,9 +19,12 @@ def supports(shape: ModelShape) -> str | None:
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
     yield from torch_only(shape)
+    yield from lacks_recurrences(shape)
     if shape.norm_bias:
         yield "norms with a bias"
     if shape.parallel_residual:
         yield "parallel attention and feed-forward"
+    if shape.experts is not None and shape.experts.gated != shape.gated:
+        yield "experts with a gate beside a feed-forward without one, or the other way round"
     if shape.experts is not None and shape.experts.groups > _MOST_GROUPS:
         yield f"more than {_MOST_GROUPS} groups of experts"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.hidden_rows import HiddenRows
 from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.backends.torch.row_groups import attention_of, group_tables
-from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights

@@ -15,13 +15,13 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.adapters.part_adapter import part_adapters
+from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.backend import flatten, on_device
 from diptych.engine.backends.torch.decoder import Attend
 from diptych.engine.backends.torch.hidden_rows import HiddenRows
 from diptych.engine.backends.torch.parts_decoder import PartsDecoder, PartsStep
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
-from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare

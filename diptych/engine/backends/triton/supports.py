@@ -17,7 +17,15 @@ def supports(shape: ModelShape) -> str | None:
 
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
+    if shape.recurrent_layers:
+        yield "recurrent layers"
+    if not all(layer.attention and layer.feed_forward for layer in shape.layers):
+        yield "layers without attention or without a feed-forward"
     yield from torch_only(shape)
+    if shape.experts is not None and not shape.experts.gated:
+        yield "experts without a gate"
+    if shape.attention_gate:
+        yield "attention with a gate"
     if not shape.gated or shape.activation not in _GATES:
         yield f"the activation {shape.activation} {'with' if shape.gated else 'without'} a gate"
     if shape.parallel_residual:

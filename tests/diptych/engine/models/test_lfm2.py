@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
+from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
@@ -75,9 +77,23 @@ def case(
     return folder, oracle, logits
 
 
-def logits_of(checkpoint: Checkpoint, chunk: int) -> torch.Tensor:
-    backend = TorchBackend(checkpoint.shape, checkpoint.weights)
-    layout = kv_layout(checkpoint.shape, torch.float32, 16)
+Make = Callable[[Checkpoint], Any]
+
+
+def in_torch(checkpoint: Checkpoint) -> TorchBackend:
+    return TorchBackend(checkpoint.shape, checkpoint.weights)
+
+
+def natively(checkpoint: Checkpoint) -> NativeBackend:
+    dense = checkpoint.weights.storage == "dense" and checkpoint.weights.embed.dtype == torch.float32
+    dtype = torch.float32 if dense else torch.bfloat16
+    return NativeBackend(checkpoint.shape, checkpoint.weights, dtype)
+
+
+def logits_of(checkpoint: Checkpoint, chunk: int, make: Make = in_torch) -> torch.Tensor:
+    backend = make(checkpoint)
+    native = make is natively and checkpoint.weights.embed.dtype == torch.bfloat16
+    layout = kv_layout(checkpoint.shape, torch.bfloat16 if native else torch.float32, 16)
     memory = KVMemory(layout, own_blocks(layout, len(TEXT)))
     memory.data.fill_(torch.nan)
     table, pages = own_tables(layout, range(memory.num_blocks))
@@ -89,16 +105,22 @@ def logits_of(checkpoint: Checkpoint, chunk: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
+BOTH = pytest.mark.parametrize("make", [in_torch, natively])
+
+
+@BOTH
 @pytest.mark.parametrize("chunk", [1, 7, 70])
-def test_logits_are_those_of_transformers(case: Case, chunk: int) -> None:
+def test_logits_are_those_of_transformers(case: Case, chunk: int, make: Make) -> None:
     folder, _, expected = case
-    torch.testing.assert_close(logits_of(read_checkpoint(folder, "fp32"), chunk), expected, rtol=0, atol=1e-4)
+    found = logits_of(read_checkpoint(folder, "fp32"), chunk, make)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "field", ["in_proj", "conv", "out_proj", "in_proj_bias", "conv_bias", "out_proj_bias"]
 )
-def test_each_tensor_counts(case: Case, field: str) -> None:
+@BOTH
+def test_each_tensor_counts(case: Case, field: str, make: Make) -> None:
     """Control: its rows, or a filter's taps, the other way round."""
     folder, _, expected = case
     checkpoint = read_checkpoint(folder, "fp32")
@@ -112,14 +134,15 @@ def test_each_tensor_counts(case: Case, field: str) -> None:
     layers = list(checkpoint.weights.layers)
     layers[first] = turned
     spoiled = replace(checkpoint, weights=replace(checkpoint.weights, layers=tuple(layers)))
-    assert not torch.allclose(logits_of(spoiled, 70), expected, atol=1e-2)
+    assert not torch.allclose(logits_of(spoiled, 70, make), expected, atol=1e-2)
 
 
+@BOTH
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_rounded_weights_come_close(case: Case, precision: Any) -> None:
+def test_rounded_weights_come_close(case: Case, precision: Any, make: Make) -> None:
     folder, _, expected = case
     checkpoint = read_checkpoint(folder, precision)
-    found = logits_of(checkpoint, 70).log_softmax(-1)
+    found = logits_of(checkpoint, 70, make).log_softmax(-1)
     exact = expected.log_softmax(-1)
     divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
     assert divergence < 0.05, divergence
@@ -164,15 +187,16 @@ def test_a_gguf_file_has_transformers_logits(case: Case, tmp_path: Path) -> None
     torch.testing.assert_close(logits_of(checkpoint, 23), expected, rtol=0, atol=1e-4)
 
 
+@BOTH
 @pytest.mark.parametrize("precision", ["gguf", "int8", "fp32"])
-def test_a_quantised_gguf_file_comes_close(case: Case, tmp_path: Path, precision: Any) -> None:
+def test_a_quantised_gguf_file_comes_close(case: Case, tmp_path: Path, precision: Any, make: Make) -> None:
     _, oracle, expected = case
     if oracle.config.conv_bias:
         pytest.skip("no GGUF file has biases")
     checkpoint = read_checkpoint(
         write_gguf(oracle, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0), precision
     )
-    found, exact = logits_of(checkpoint, 70).log_softmax(-1), expected.log_softmax(-1)
+    found, exact = logits_of(checkpoint, 70, make).log_softmax(-1), expected.log_softmax(-1)
     assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.05
 
 

@@ -21,22 +21,21 @@ from diptych.engine.backends.triton.supports import supports as triton_supports
 from diptych.engine.loaded_model import load_model
 from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.family import Family, Stored
-from diptych.engine.models.recurrent_shapes import DeltaShape, SpaceShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, ScanShape, SpaceShape
 from diptych.engine.models.registry import family_of
-from diptych.engine.models.shape import LayerShape, UnsupportedModel
+from diptych.engine.models.shape import LayerShape, ModelShape, UnsupportedModel
 from diptych.engine.weights import Checkpoint, safetensors_folder
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.engine.weights.hf_config import read_config
 from tests.diptych.engine.models.family_models import (
     BLOCK,
-    SIZES,
     TEXT,
     Stepper,
     check_greedy,
     oracle_logits,
     text_of,
 )
-from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
+from tests.diptych.engine.models.recurrent_models import CASES, config_of, oracle_of, save
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -296,18 +295,29 @@ def _stacked(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.
     return made
 
 
-def test_recurrent_layers_are_left_to_torch(case: tuple[Any, Path]) -> None:
-    model = load_model(case[1], torch.float32)
-    assert model.backend_name == "torch"
-    assert "recurrent layers" in str(model.why_torch)
-    for supports in (native_supports, triton_supports):
-        assert supports(model.shape) == "recurrent layers"
+@pytest.mark.parametrize("name", CASES)
+def test_recurrent_layers_are_computed_natively_and_left_to_torch_on_gpus(name: str) -> None:
+    shape = _shape_of(name)
+    assert native_supports(shape) is None
+    assert triton_supports(shape) == "recurrent layers"
+
+
+def test_what_the_native_step_lacks_is_named() -> None:
+    [shape] = (layer.recurrent for layer in _shape_of("jamba").layers[:1])
+    assert isinstance(shape, ScanShape)
+    for changes, message in (({"state": 300}, "256 numbers"), ({"taps": 17}, "16 tokens")):
+        layers = tuple(LayerShape() for _ in range(2))
+        layers = (replace(layers[0], attention=False, recurrent=replace(shape, **changes)), layers[1])
+        assert message in str(native_supports(replace(_shape_of("jamba"), layers=layers)))
+
+
+def _shape_of(name: str) -> ModelShape:
+    return shape_from_config(resolve_config(config_of(name).to_dict()), tied=False)
 
 
 @pytest.mark.parametrize("switch", ["attention_gate", "experts"])
-def test_new_switches_are_left_to_torch_by_themselves(switch: str) -> None:
-    _, fields = CASES["qwen3-next"]
-    plain = shape_from_config(resolve_config({**SIZES, **fields, "model_type": "qwen3_next"}), tied=False)
+def test_new_switches_are_left_to_torch_by_themselves_on_gpus(switch: str) -> None:
+    plain = _shape_of("qwen3-next")
     layers = tuple(LayerShape(experts=layer.experts) for layer in plain.layers)
     shape = replace(plain, layers=layers, attention_gate=False)
     assert native_supports(shape) is None
@@ -315,5 +325,5 @@ def test_new_switches_are_left_to_torch_by_themselves(switch: str) -> None:
     changes: dict[str, Any] = {"attention_gate": True}
     if switch == "experts":
         changes = {"experts": replace(plain.experts, gated=False)}
-    for supports in (native_supports, triton_supports):
-        assert "gate" in str(supports(replace(shape, **changes)))
+    assert "gate" in str(triton_supports(replace(shape, **changes)))
+    assert (native_supports(replace(shape, **changes)) is None) == (switch == "attention_gate")

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.engine.backends.native import supports as native
+from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
-from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.backends.triton import supports as triton
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
@@ -159,7 +158,7 @@ def test_a_step_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_other_steps_lack_is_named() -> None:
     assert lacks_adapters(RECURRENT) == "adapters of recurrent layers"
     assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
-    assert native.supports(RECURRENT) == triton.supports(RECURRENT) == "recurrent layers"
-    assert native.supports(replace(RECURRENT, layers=(LayerShape(), LayerShape(feed_forward=False)))) == (
+    assert triton.supports(RECURRENT) == "recurrent layers"
+    assert triton.supports(replace(RECURRENT, layers=(LayerShape(), LayerShape(feed_forward=False)))) == (
         "layers without attention or without a feed-forward"
     )

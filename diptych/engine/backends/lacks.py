@@ -1,4 +1,4 @@
-"""Shapes whose adapters the torch backend computes."""
+"""What models of some shapes lack in every backend that computes them."""
 
 from __future__ import annotations
 
