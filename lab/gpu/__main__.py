@@ -38,6 +38,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.quality import divergence, greedy_text
     from lab.gpu.quantised import quantised
     from lab.gpu.quantised_steps import expert_steps, quantised_steps
+    from lab.gpu.recurrent import recurrent
     from lab.gpu.service import service
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
@@ -49,6 +50,7 @@ def sections() -> dict[str, Section]:
         "ceilings": ceilings,
         "attention": attention,
         "operators": operators,
+        "recurrent": recurrent,
         "model step": model_step,
         "parts": parts,
         "two cards": two_cards,

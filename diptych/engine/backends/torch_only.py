@@ -1,10 +1,13 @@
-"""Features that the torch step alone computes, of all three."""
+"""Features that the torch step alone computes, and what no step computes of recurrent layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from diptych.engine.models.shape import ModelShape
+
+NO_RECURRENT_ADAPTERS = "adapters of recurrent layers"
+NO_RECURRENT_TREES = "a recurrent layer knows no trees of tokens"
 
 
 def torch_only(shape: ModelShape) -> Iterator[str]:

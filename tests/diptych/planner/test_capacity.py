@@ -66,10 +66,12 @@ def fleet_of(tmp_path: Path) -> Callable[[Demand], Fleet]:
 
 
 def test_streams_have_room_for_the_states_that_a_step_in_torch_holds() -> None:
-    costs = model_costs(RECURRENT)
-    worker = worker_of(costs, 80e9)
+    costs = model_costs(replace(RECURRENT, norm="layer"))
     assert costs.held_bytes == costs.state_bytes > 0
-    assert worker.stream_bytes == 3 * costs.state_bytes
+    assert worker_of(costs, 80e9).stream_bytes == 3 * costs.state_bytes
+    changed_in_place = model_costs(RECURRENT)
+    assert changed_in_place.held_bytes == 0
+    assert worker_of(changed_in_place, 80e9).stream_bytes == 2 * costs.state_bytes
     assert model_costs(SHAPE).held_bytes == worker_of(model_costs(SHAPE), 80e9).stream_bytes == 0
 
 

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for Hopper on a machine without a GPU.
 
-Run as a program. A driver that only says what the target is stands in for CUDA's; the launchers run as they
+Run as a program; `recurrent` compiles the kernels of recurrent layers alone, `sm_80` for Ampere. A driver that only says what the target is stands in for CUDA's; the launchers run as they
 are, up to the launch. Prints a line per compiled kernel: its name, registers, bytes spilled, shared memory,
 the widest global loads, and the matrix instructions it is made of. Exits with an error if one does not
 compile.
@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGET = GPUTarget("cuda", 80 if "sm_80" in sys.argv else 90, 32)
 
 
 class TargetOnly(DriverBase):  # type: ignore[misc]
@@ -120,6 +120,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.packed_stack import stack
     from kernels.quantised_linear import BlockMatrix
     from kernels.scaled_matrix import ScaledMatrix
+    from tests.kernels.gpu.recurrent_cases import recurrent_cases
 
     made: list[tuple[str, Callable[[], object]]] = []
 
@@ -484,13 +485,22 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 ),
             )
         )
+    made.extend(recurrent_cases())
     return made
+
+
+def recurrent(quick: bool) -> list[tuple[str, Callable[[], object]]]:
+    """Launches of recurrent layers, by name."""
+    from tests.kernels.gpu.recurrent_launches import launches
+
+    return list(launches(quick))
 
 
 def main() -> int:
     compile_instead_of_launching()
     failed = 0
-    for name, launch in cases("quick" in sys.argv):
+    quick = "quick" in sys.argv
+    for name, launch in [*([] if "recurrent" in sys.argv else cases(quick)), *recurrent(quick)]:
         print(f"-- {name}", flush=True)
         try:
             launch()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from diptych.engine.backends.triton.recurrent.mixer_room import MixerRoom, room_bytes
+from diptych.engine.backends.triton.recurrent.mixers import room_numbers
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import ModelShape
 
@@ -65,6 +67,12 @@ class Activations:
     angles: tuple[Angles, ...]
     """Angles of each of the model's rotations."""
     experts: ExpertBuffers | None
+    mixer: MixerRoom | None
+    """Room of recurrent layers."""
+    beside: torch.Tensor | None
+    """`[T, H]`: what the recurrence adds of a layer that attends, too."""
+    q_gate: torch.Tensor | None
+    """`[T, N D]`: gates of what attention mixes."""
 
     @classmethod
     def make(
@@ -77,7 +85,7 @@ class Activations:
     ) -> Activations:
         """Allocate buffers for up to `tokens` tokens."""
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        inner = _widest_feed_forward(shape)
+        inner, numbers = _widest_feed_forward(shape), room_numbers(shape)
 
         def empty(*sizes: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty((tokens, *sizes), dtype=kind, device=device)
@@ -96,6 +104,9 @@ class Activations:
             added=empty(shape.hidden_size),
             angles=tuple((half(), half()) for _ in shape.rotations),
             experts=_expert_buffers(shape, tokens, dtype, device, make_routed),
+            mixer=None if numbers is None else MixerRoom.make(numbers, tokens, dtype, device),
+            beside=empty(shape.hidden_size) if _mixes_twice(shape) else None,
+            q_gate=empty(heads * width) if shape.attention_gate else None,
         )
 
     @property
@@ -112,8 +123,10 @@ class Activations:
         return gate_up[: tokens * 2 * width].view(tokens, -1), inner[: tokens * width].view(tokens, width)
 
     def clear_mixed(self) -> None:
-        """Make zeros of what attention gives."""
+        """Make zeros of what attention and recurrences give."""
         self.mixed.zero_()
+        if self.mixer is not None:
+            self.mixer.clear()
 
     def rows(self, tokens: int) -> Activations:
         """Return the buffers of `tokens` tokens, as views."""
@@ -122,6 +135,8 @@ class Activations:
             **{name: buffer[:tokens] for name, buffer in plain.items()},
             angles=tuple((cos[:tokens], sin[:tokens]) for cos, sin in self.angles),
             experts=None if self.experts is None else self.experts.rows(tokens),
+            mixer=None if self.mixer is None else self.mixer.rows(tokens),
+            **{name: None for name in ("beside", "q_gate") if name not in plain},
         )
 
 
@@ -132,8 +147,19 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
     numbers += 3 * _widest_feed_forward(shape)
     if (experts := shape.experts) is not None:
         numbers += experts.experts_per_token * (experts.intermediate_size + shape.hidden_size)
+    if _mixes_twice(shape):
+        numbers += shape.hidden_size
+    if shape.attention_gate:
+        numbers += shape.num_heads * shape.head_dim
     angles = len(shape.rotations) * shape.head_dim * torch.float32.itemsize
-    return tokens * (numbers * dtype.itemsize + angles)
+    mixer = room_numbers(shape)
+    room = 0 if mixer is None else room_bytes(mixer, tokens, dtype)
+    return tokens * (numbers * dtype.itemsize + angles) + room
+
+
+def _mixes_twice(shape: ModelShape) -> bool:
+    """Return whether a layer attends and is recurrent."""
+    return any(layer.attention and layer.recurrent is not None for layer in shape.layers)
 
 
 def _widest_feed_forward(shape: ModelShape) -> int:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.torch_only import NO_RECURRENT_ADAPTERS, NO_RECURRENT_TREES
 from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.current_device import current, numbered
@@ -33,6 +35,7 @@ from diptych.engine.backends.triton.packed_step import PlacedStep
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGraphs, PromptStep
+from diptych.engine.backends.triton.recurrent.mixers import pack_mixer
 from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.backends.triton.step_plan import MOST_TREE_TOKENS, pack_step
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
@@ -68,7 +71,8 @@ class TritonBackend:
             chosen = operators or chosen_operators(
                 shape, self._device, fp8_cache=scales is not None, batch_invariant=batch_invariant
             )
-            layers = Layers(shape, pack(weights, self._device), chosen, scales)
+            packed = pack(weights, self._device, partial(pack_mixer, shape))
+            layers = Layers(shape, packed, chosen, scales)
         self._begin(layers)
 
     @classmethod
@@ -114,6 +118,8 @@ class TritonBackend:
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
         """See `AdapterBackend.allow_adapters`."""
+        if self._shape.recurrent_layers:
+            return NO_RECURRENT_ADAPTERS
         self._layers.allow_adapters(slots, max_rank)
         return None
 
@@ -139,6 +145,8 @@ class TritonBackend:
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`."""
+        if self._shape.recurrent_layers:
+            return NO_RECURRENT_TREES
         if self._layers.operators.invariant_linear is not None:
             return NO_TREES
         windows = (self._shape.window(index) for index in range(self._shape.num_layers))

@@ -32,6 +32,7 @@ from diptych.engine.backends.triton.decode_buffers import (
 from diptych.engine.backends.triton.device_wait import StepNap
 from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep, TableRows
+from diptych.engine.backends.triton.recurrent.page_buffers import PageBuffers
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
@@ -72,7 +73,10 @@ class DecodeGraphs:
         self._windows = windows
         width = -(-shape.max_context // block_size)
         widths = [width]
-        if windows is not None:
+        self._pages: PageBuffers | None = None
+        if windows is not None and shape.recurrent_layers:
+            self._pages = PageBuffers(max_batch, windows.tables, device, TURNS)
+        elif windows is not None:
             widths += [min(width, windows.span(1, block_size))] * windows.tables
         self._fields = RowFields(max_batch, device, len(widths))
         self._tables = [BlockTables(max_batch, columns, device) for columns in widths]
@@ -152,6 +156,9 @@ class DecodeGraphs:
         self._fields.fill(turn, sequences, draws, cuts)
         self._fields.abort_rows(turn, abort, count)
         self._fields.upload(turn)
+        if self._pages is not None:
+            self._pages.fill(turn, sequences, abort)
+            self._pages.upload(turn, rows)
         graph()
         self._answers[turn, :count].copy_(self._fields.sampled[:count], non_blocking=True)
         if self._hidden is not None:
@@ -196,11 +203,16 @@ class DecodeGraphs:
             if self._memory is None or self._layers.adapters is None:
                 raise RuntimeError("decode steps were not captured, or adapters not allowed")
             kept = self._fields.sampled.clone()  # the step that is about to be launched may follow these
-            self._fields.clear(turn)  # what is captured is computed: of rows that write nowhere
+            self._clear(turn)  # what is captured is computed: of rows that write nowhere
             work = self._work(rows, self._memory, self._layers.adapters.scratch(rows))
             self._graphs[rows, adapted] = self._capture.capture(work)
             self._fields.sampled.copy_(kept)
         return self._graphs[rows, adapted]
+
+    def _clear(self, turn: int) -> None:
+        self._fields.clear(turn)
+        if self._pages is not None:
+            self._pages.clear(turn)
 
     def _work(self, rows: int, memory: KVMemory, adapter_scratch: torch.Tensor | None = None) -> Work:
         """Return the step for so many rows, as work to capture; with scratch they may have adapters."""
@@ -221,6 +233,7 @@ class DecodeGraphs:
             places=() if self._windows is None else self._windows.places,
             adapters=None if adapter_scratch is None else fields["adapters"][:rows],
             adapter_scratch=adapter_scratch,
+            states=None if self._pages is None else self._pages.states(rows, memory),
             recorded=True,
         )
         by = {name: fields[name][:rows] for name in SAMPLING_FIELDS}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
@@ -17,6 +18,8 @@ from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.backends.triton.recurrent.mixer import Mixer
+from diptych.engine.backends.triton.recurrent.mixers import mixer_kind
 from diptych.engine.backends.triton.rounded_inputs import Rows
 from diptych.engine.models.shape import ModelShape
 from kernels.paged_attention import paged_attention
@@ -41,6 +44,7 @@ class LayerHalves:
         """Adapters that rows may have; None: none may (`allow_adapters`)."""
         self._scales = kv_scales
         self.experts = ExpertLayers(shape, self.products, operators)
+        self._mixers = [self._mixer_of(index) for index in range(len(weights.layers))]
 
     def allow_adapters(self, slots: int, max_rank: int) -> DeviceAdapters:
         """Let rows have adapters of rank up to `max_rank` in so many slots, and return these."""
@@ -49,6 +53,39 @@ class LayerHalves:
             self.shape, self.operators, slots, max_rank, weights.dtype, weights.device
         )
         return self.adapters
+
+    def mix(
+        self,
+        index: int,
+        x: Rows,
+        step: PackedStep,
+        buffers: Activations,
+        scratch: Any,
+        growth: torch.Tensor | None,
+    ) -> None:
+        """Compute the first half of a layer of `x [T, hidden]`, attention, a recurrence or both, into
+        `buffers.added`.
+        """
+        mixer, attends = self._mixers[index], self.shape.layers[index].attention
+        if attends:
+            self.attention(index, x, step, buffers, scratch, growth)
+        if mixer is None:
+            return
+        assert isinstance(x, torch.Tensor), "a recurrence reads numbers that are not rounded"
+        assert step.states is not None
+        assert buffers.mixer is not None
+        out = buffers.beside if attends else buffers.added
+        assert out is not None
+        mixer.mix(x, step.states.of_layer(index), buffers.mixer, out)
+        if attends:
+            buffers.added.add_(out)
+
+    def _mixer_of(self, index: int) -> Mixer | None:
+        """Return the recurrence of a layer; None where it has none."""
+        shape, weights = self.shape.layers[index].recurrent, self.weights.layers[index].recurrent
+        if shape is None or weights is None:
+            return None
+        return mixer_kind(shape).make(shape, weights, self.products, self.operators, self.shape.rms_eps)
 
     def attention(
         self,
@@ -69,6 +106,9 @@ class LayerHalves:
         """Compute queries, keys and values of `x [T, hidden]`, into `buffers.qkv`."""
         self.products.linear(x, self.weights.layers[index].qkv, out=buffers.qkv)
         self._change(index, "qkv", x, buffers.qkv, step)
+        if (gate := self.weights.layers[index].q_gate) is not None:
+            assert buffers.q_gate is not None
+            self.products.linear(x, gate, out=buffers.q_gate)
 
     def attend(
         self,
@@ -92,6 +132,9 @@ class LayerHalves:
         for seeing in seen.seeing:
             self._attend_beyond(index, slot, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
+        if layer.q_gate is not None:
+            assert buffers.q_gate is not None
+            mixed.mul_(buffers.q_gate.sigmoid_())
         self.products.linear(mixed, layer.output, out=buffers.added)
         self._change(index, "output", mixed, buffers.added, step)
 
@@ -105,6 +148,10 @@ class LayerHalves:
         assert layer.gate_up is not None
         assert layer.down is not None
         gate_up, inner = room = buffers.feed_forward(self.shape.intermediate_size)
+        if not self.shape.gated:
+            self.products.linear(x, layer.gate_up, out=inner)
+            self.products.linear(activate_in_place(inner, self.shape), layer.down, out=buffers.added)
+            return
         if step.adapters is None:
             self.products.feed_forward(x, layer.gate_up, layer.down, room, out=buffers.added)
             return
@@ -252,6 +299,15 @@ class LayerHalves:
                 **_based(group),
                 **rule,
             )
+
+
+def activate_in_place(inner: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Return `inner [T, n]`, which becomes its activation, in a model whose feed-forward has no gate."""
+    if shape.activation == "relu2":
+        return inner.relu_().square_()
+    if shape.activation == "silu":
+        return functional.silu(inner, inplace=True)
+    raise ValueError(f"{shape.activation} without a gate")
 
 
 def _based(group: Group) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ of the norm or activation before (rounded_inputs.py), but for the output product
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedWeights
-from diptych.engine.backends.triton.rounded_inputs import Norms
+from diptych.engine.backends.triton.rounded_inputs import Matrix, Norms
 from diptych.engine.batch import add_rows_after, put_rows
 from diptych.engine.models.shape import ModelShape
 
@@ -30,6 +31,38 @@ from diptych.engine.models.shape import ModelShape
 def always() -> bool:
     """Return True: the step cannot be aborted."""
     return True
+
+
+@dataclass(frozen=True)
+class Half:
+    """A half of a layer: what mixes tokens, or the feed-forward."""
+
+    layer: int
+    feeds: bool
+    """True for the feed-forward."""
+    begins: bool
+    """True for the first half of a layer."""
+    ends: bool
+    """True for its last one."""
+    norm: torch.Tensor | None
+    """Weights of the norm before it."""
+    product: Matrix
+    """Product that alone reads what the norm gives; None: the numbers are wanted as they are."""
+    out_norm: torch.Tensor | None
+
+
+def layer_halves(shape: ModelShape, weights: PackedWeights) -> list[Half]:
+    """Return the halves of a model's layers in their order: a layer may have one of the two only."""
+    found = []
+    for index, (of, layer) in enumerate(zip(shape.layers, weights.layers, strict=True)):
+        qkv = layer.qkv if of.recurrent is None and layer.q_gate is None else None
+        if of.mixes:
+            ends = not of.feed_forward
+            found.append(Half(index, False, True, ends, layer.input_norm, qkv, layer.attention_out_norm))
+        if of.feed_forward:
+            norm, out = layer.post_norm, layer.feed_forward_out_norm
+            found.append(Half(index, True, not of.mixes, True, norm, layer.gate_up, out))
+    return found
 
 
 class Layers:
@@ -60,6 +93,7 @@ class Layers:
         self.operators = operators
         self.rotary = RotaryTables(shape, weights.device)
         self._halves = LayerHalves(shape, weights, operators, kv_scales)
+        self._order = layer_halves(shape, weights)
         self._norms = Norms(shape, operators)
         self._embedding_scale = embedding_scale(shape, weights.dtype)
 
@@ -108,19 +142,24 @@ class Layers:
         put_rows(buffers.residual, given)
         self.rotary.gather(step.positions, buffers.angles)
         whole = step.adapters is not None  # adapters multiply what is not rounded
-        first, *others = [(one.input_norm, None if whole else one.qkv) for one in weights.layers]
+        first, *others = [(half.norm, None if whole else half.product) for half in self._order]
         x = self._norms.first(*first, buffers)
         following = [*others, (weights.final_norm, None)]
-        for index, (layer, next_half) in enumerate(zip(weights.layers, following, strict=True)):
-            if not wanted():
+        for number, (half, next_half) in enumerate(zip(self._order, following, strict=True)):
+            if half.begins and not wanted():
                 return None
-            self._halves.attention(index, x, step, buffers, scratch, growth)
-            gate_up = None if whole else layer.gate_up
-            x = self._norms.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
-            self._halves.feed_forward(index, x, step, buffers)
-            add_rows_after(buffers.added, given, index)
-            x = self._norms.add(layer.feed_forward_out_norm, *next_half, buffers)
+            if number == 0 and step.states is not None:
+                step.states.begin(self.operators)
+            if half.feeds:
+                self._halves.feed_forward(half.layer, x, step, buffers)
+            else:
+                self._halves.mix(half.layer, x, step, buffers, scratch, growth)
+            if half.ends:
+                add_rows_after(buffers.added, given, half.layer)
+            x = self._norms.add(half.out_norm, *next_half, buffers)
         assert isinstance(x, torch.Tensor)  # no product's alone
+        if step.states is not None:
+            step.states.end(self.operators, x)
         return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -46,6 +46,13 @@ class Operators:
     packed_expert_linear: Operator
     sum_experts: Operator
     adapted_linear: Operator
+    short_conv: Operator
+    causal_conv: Operator
+    delta_rule: Operator
+    state_space: Operator
+    selective_scan: Operator
+    begin_states: Operator
+    end_states: Operator
     sample: Operator
     make_scratch: Callable[[int, int, int, int, torch.device], Any]
     """`(rows, heads, head_dim, max_tokens, device)`: what `paged_decode` writes its partial sums to."""
@@ -68,8 +75,10 @@ def triton_operators() -> Operators:
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
         from kernels.gpu.adapted_linear import adapted_linear
+        from kernels.gpu.causal_conv import causal_conv, short_conv
         from kernels.gpu.decode_rotary import FreshRows
         from kernels.gpu.decode_splits import make_scratch
+        from kernels.gpu.delta_rule import delta_rule
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
         from kernels.gpu.norm_round import norm_round
         from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
@@ -83,7 +92,10 @@ def triton_operators() -> Operators:
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
         from kernels.gpu.scaled_linear import scaled_linear
+        from kernels.gpu.selective_scan import selective_scan
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
+        from kernels.gpu.state_pages import begin_states, end_states
+        from kernels.gpu.state_space import state_space
         from kernels.gpu.sum_parts import sum_parts, sum_parts_rms_norm
         from kernels.gpu.swiglu import swiglu
         from kernels.gpu.swiglu_round import swiglu_round
@@ -115,6 +127,13 @@ def triton_operators() -> Operators:
         packed_expert_linear=packed_expert_linear,
         sum_experts=sum_experts,
         adapted_linear=adapted_linear,
+        short_conv=short_conv,
+        causal_conv=causal_conv,
+        delta_rule=delta_rule,
+        state_space=state_space,
+        selective_scan=selective_scan,
+        begin_states=begin_states,
+        end_states=end_states,
         sample=sample,
         make_scratch=make_scratch,
         make_routed=RoutedRows.make,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.engine.backends.triton.recurrent.step_states import StepStates
+
 NO_BLOCK = -1
 """Block of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
 
@@ -96,6 +98,8 @@ class PackedStep:
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
     """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
+    states: StepStates | None = None
+    """Pages of recurrent states; None for a model without such layers."""
     recorded: bool = False
     """True for the input of a recording: nothing of the step may come to the host."""
 
@@ -125,3 +129,5 @@ class PlacedStep:
         """Let a sequence write nothing from the next layer that is launched on."""
         for table in self.step.tables:
             table.block_ids[self.spans[sequence]].fill_(NO_BLOCK)
+        if self.step.states is not None:
+            self.step.states.abort_rows(self.spans[sequence])

@@ -5,7 +5,7 @@ Four products a layer instead of seven: at batch 1 a step is the reading of thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,20 @@ class PackedExperts:
 
 
 @dataclass(frozen=True)
+class PackedMixer:
+    """Weights of one recurrent layer on the device."""
+
+    products: Mapping[str, Linear | Product]
+    """Matrices of one input, joined, by the names of `MixerKind.joined`."""
+    tensors: Mapping[str, torch.Tensor]
+    """All others, by the names of `RecurrentShape.tensors`."""
+
+
+PackMixer = Callable[[int, Mapping[str, Matrix], torch.device], PackedMixer]
+"""Puts the tensors of a layer's recurrence on the device, of the layer's number."""
+
+
+@dataclass(frozen=True)
 class PackedLayer:
     """Tensors of one layer on the device."""
 
@@ -45,6 +59,8 @@ class PackedLayer:
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
     """float32 `[heads]`."""
+    q_gate: Linear | Product | None
+    """What the sigmoid of the output's gate is taken of, `[heads * head_dim, hidden]`."""
     output: Linear | Product
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
@@ -52,6 +68,7 @@ class PackedLayer:
     down: Linear | Product | None
     feed_forward_out_norm: torch.Tensor | None
     experts: PackedExperts | None
+    recurrent: PackedMixer | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,8 @@ class PackedWeights:
             experts = (
                 () if layer.experts is None else (layer.experts.shared_gate_up, layer.experts.shared_down)
             )
-            for found in (layer.qkv, layer.output, layer.gate_up, layer.down, *experts):
+            mixer = () if layer.recurrent is None else layer.recurrent.products.values()
+            for found in (layer.qkv, layer.q_gate, layer.output, layer.gate_up, layer.down, *experts, *mixer):
                 if found is not None and not isinstance(found, Linear):
                     yield found
         if not isinstance(self.head, torch.Tensor):
@@ -105,41 +123,50 @@ def _bytes_of(part: object) -> int:
         return 0
     if isinstance(part, tuple):
         return sum(map(_bytes_of, part))
-    if isinstance(part, (PackedLayer, PackedExperts, Linear)):
+    if isinstance(part, Mapping):
+        return sum(map(_bytes_of, part.values()))
+    if isinstance(part, (PackedLayer, PackedExperts, PackedMixer, Linear)):
         return sum(map(_bytes_of, vars(part).values()))
     size = part.nbytes if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
     return int(size)
 
 
-def pack(weights: Weights, device: torch.device) -> PackedWeights:
-    """Put `weights` on `device`, a layer at a time.
+def pack(weights: Weights, device: torch.device, pack_mixer: PackMixer | None = None) -> PackedWeights:
+    """Put `weights` on `device`, a layer at a time; `pack_mixer` those of recurrences, if there are any.
 
     Raises UnsupportedModel for matrices in the CPU's quantised forms.
     """
     embed = weights.embed.to(device)
-    head = embed if weights.head is None else _linear(device, (weights.head, None))
+    head = embed if weights.head is None else joined_product(device, (weights.head, None))
     return PackedWeights(
         embed=embed,
-        layers=tuple(_layer(layer, device) for layer in weights.layers),
+        layers=tuple(_layer(layer, device, index, pack_mixer) for index, layer in enumerate(weights.layers)),
         final_norm=weights.final_norm.to(device),
         head=head.weight if isinstance(head, Linear) else head,
     )
 
 
-def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
+def _layer(
+    layer: LayerWeights, device: torch.device, index: int, pack_mixer: PackMixer | None
+) -> PackedLayer:
+    recurrent = None
+    if layer.recurrent is not None and pack_mixer is not None:
+        recurrent = pack_mixer(index, layer.recurrent, device)
     return PackedLayer(
         input_norm=_moved(layer.input_norm, device),
-        qkv=_linear(device, (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)),
+        qkv=joined_product(device, (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)),
         q_norm=_moved(layer.q_norm, device),
         k_norm=_moved(layer.k_norm, device),
         sinks=_moved(layer.sinks, device),
-        output=_linear(device, (layer.o, layer.o_bias)),
+        q_gate=_optional(device, (layer.q_gate, None)),
+        output=joined_product(device, (layer.o, layer.o_bias)),
         attention_out_norm=_moved(layer.attention_out_norm, device),
         post_norm=_moved(layer.post_norm, device),
         gate_up=_optional(device, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias)),
         down=_optional(device, (layer.down, layer.down_bias)),
         feed_forward_out_norm=_moved(layer.feed_forward_out_norm, device),
         experts=None if layer.experts is None else _experts(layer.experts, device),
+        recurrent=recurrent,
     )
 
 
@@ -166,10 +193,10 @@ def _optional(
     device: torch.device, *given: tuple[Matrix | None, torch.Tensor | None]
 ) -> Linear | Product | None:
     parts = [(matrix, bias) for matrix, bias in given if matrix is not None]
-    return _linear(device, *parts) if parts else None
+    return joined_product(device, *parts) if parts else None
 
 
-def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear | Product:
+def joined_product(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear | Product:
     """Return matrices of one input as one: of full numbers, quantised alike, or kind after kind."""
     if any(isinstance(weight, (PackedMatrix, ScaledMatrix)) for weight, _ in parts):
         return quantised_product(device, parts)

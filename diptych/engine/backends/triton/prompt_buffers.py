@@ -16,6 +16,8 @@ import torch
 
 from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
 from diptych.engine.backends.triton.packed_step import NO_BLOCK
+from diptych.engine.backends.triton.recurrent.page_fields import PageFields
+from diptych.engine.backends.triton.recurrent.step_states import StepStates
 from diptych.engine.backends.triton.step_plan import used_blocks, written_blocks
 from diptych.engine.batch import AbortWords, SequenceStep, window_cuts
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -46,7 +48,11 @@ class PromptFields:
             STARTS: (np.int32, sequences),
             "offsets": (np.int32, sequences + 1),
         }
+        self._pages: PageFields | None = None
         windows = layout.windows
+        if layout.states is not None:
+            self._pages, windows = PageFields(tokens, sequences, layout.block_size, layout.states), None
+            sizes |= self._pages.sizes()
         for table in range(1, 1 if windows is None else 1 + windows.tables):
             assert windows is not None
             columns = min(width, windows.span(tokens, layout.block_size))
@@ -70,9 +76,7 @@ class PromptFields:
             self._host[name] = self._host_bytes[places[name]].numpy().view(kind)
             type_ = torch.from_numpy(np.empty(0, kind)).dtype
             self._device[name] = self._device_bytes[places[name]].view(type_)
-        for name in self._blocks:
-            self._host[name][:] = NO_BLOCK
-        self.upload(0)
+        self.clear()
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -88,6 +92,12 @@ class PromptFields:
     def written(self) -> list[torch.Tensor]:
         """Return where tokens are written, int64 `[tokens]` on the device, by table."""
         return [self._device[name] for name in self._blocks]
+
+    def states(self, tokens: int, sequences: int) -> StepStates | None:
+        """Return the recurrent states of a step of so many tokens and sequences; None without any."""
+        if self._pages is None:
+            return None
+        return self._pages.states(self._device.__getitem__, tokens, sequences, self._anchor)
 
     def fits(self, memory: KVMemory) -> bool:
         """Return whether `memory` can be reached from the anchor, with its layout."""
@@ -126,6 +136,8 @@ class PromptFields:
             host[of_table(STARTS, table)][len(sequences) :] = 0
         host["offsets"][len(sequences) :] = begin
         host["logit_rows"][: len(logit_rows)] = logit_rows
+        if self._pages is not None:
+            self._pages.fill(host, sequences, abort, self._anchor)
         data, anchor = sequences[0].memory.data, self.anchor
         host["base"][0] = (data.data_ptr() - anchor.data_ptr()) // data.itemsize
         return spans
@@ -150,4 +162,6 @@ class PromptFields:
         self._host_bytes.zero_()
         for name in self._blocks:
             self._host[name][:] = NO_BLOCK
+        if self._pages is not None:
+            self._pages.clear(self._host)
         self.upload(0)

@@ -180,14 +180,15 @@ class PromptGraphs:
 
     def _record(self, tokens: int, sequences: int) -> _Recorded:
         fields, buffers, layers = self._fields, self._buffers.rows(tokens), self._layers
-        windows = self._layout.windows
-        tables = 1 if windows is None else 1 + windows.tables
+        windows, states = self._layout.windows, fields.states(tokens, sequences)
+        tables = 1 if windows is None or states is not None else 1 + windows.tables
         step = PackedStep(
             tokens=fields["tokens"][:tokens],
             positions=fields["positions"][:tokens],
             lanes=fields["lanes"][:tokens],
             tables=tuple(self._table_rows(table, tokens, sequences) for table in range(tables)),
             places=() if windows is None else windows.places,
+            states=states,
             recorded=True,
         )
         found: list[torch.Tensor] = []
@@ -229,11 +230,14 @@ class PromptGraphs:
         current, done = torch.cuda.current_stream(), torch.cuda.Event()
         done.record()
         self._side.wait_event(uploaded)
+        states = self._fields.states(self._buckets[-1], _SEVERAL)
         while not done.query():
             for number in set(np.flatnonzero(abort.words).tolist()) - known:
                 known.add(number)
                 with torch.cuda.stream(self._side):
                     for block_ids in self._fields.written:
                         block_ids[spans[number]].fill_(NO_BLOCK)
+                    if states is not None:
+                        states.abort_rows(spans[number])
                 current.wait_stream(self._side)  # the next upload comes after it
             time.sleep(_WATCH_S)

@@ -26,6 +26,7 @@ from diptych.engine.backends.triton.packed_step import (
     SeeingRows,
     TableRows,
 )
+from diptych.engine.backends.triton.recurrent.page_plan import plan_pages
 from diptych.engine.batch import AXES, AbortWords, SequenceStep, visible_ends, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
@@ -63,6 +64,7 @@ def pack_step(
         for steps in (sequences, *window_cuts(sequences))
     ]
     slots = arrays.add(*_adapter_column(sequences, spans, total))
+    pages = plan_pages(sequences, order, spans, abort, arrays.add)
     found = arrays.upload(device)
     tokens, positions, lanes = (found.wide[part] for part in wide)
     windows = sequences[0].memory.layout.windows
@@ -74,6 +76,7 @@ def pack_step(
             tuple(table.on(found, device) for table in tables),
             () if windows is None else windows.places,
             found.narrow[slots[0]] if slots else None,
+            states=None if pages is None else pages.on(found.narrow),
         ),
         logit_rows=found.wide[rows[0]],
         logit_owners=tuple(i for i, s in enumerate(sequences) for _ in range(s.logit_rows)),

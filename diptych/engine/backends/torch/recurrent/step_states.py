@@ -15,6 +15,7 @@ import torch
 from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, States
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.state_layout import StatePages
+from diptych.engine.state_cuts import page_before, state_cuts
 
 
 @dataclass(frozen=True)
@@ -134,46 +135,29 @@ def _runs(sequences: Sequence[SequenceStep]) -> list[_Run]:
     return runs
 
 
-def _page(step: SequenceStep, place: int) -> list[int]:
-    """Return the blocks of a place's page."""
-    return [table[place - step.window_first] for table in step.window_tables]
-
-
 def _pages_of(step: SequenceStep) -> StatePages:
     assert step.memory.layout.states is not None
     return StatePages(step.memory.layout.states, step.memory.blocks)
 
 
 def _chunk(number: int, begin: int, step: SequenceStep) -> _Run:
-    device, size = step.memory.device, step.memory.layout.block_size
-    start, end = step.start, step.start + len(step.token_ids)
-    places = range(start // size, (end - 1) // size + 1)
-    last = {tuple(_page(step, place)): place for place in places}
-    pieces, at = [], start
-    for place in places:
-        page = _page(step, place)
-        if last[tuple(page)] != place:
-            continue  # the states of a later place are left in it
-        behind = min((place + 1) * size, end)
-        pieces.append(
-            _Piece(
-                slice(at - start, behind - start),
-                torch.tensor([page], device=device),
-                torch.tensor([behind], device=device),
-            )
-        )
-        at = behind
-    read = None if start == 0 else torch.tensor([_page(step, (start - 1) // size)], device=device)
-    rows = torch.arange(begin, begin + end - start, device=device).unsqueeze(0)
+    device, start, before = step.memory.device, step.start, page_before(step)
+    pieces, at = [], 0
+    for cut in state_cuts(step):
+        page = torch.tensor([cut.page], device=device)
+        pieces.append(_Piece(slice(at, cut.end), page, torch.tensor([start + cut.end], device=device)))
+        at = cut.end
+    read = None if before is None else torch.tensor([before], device=device)
+    rows = torch.arange(begin, begin + len(step.token_ids), device=device).unsqueeze(0)
     return _Run(_pages_of(step), [number], rows, read, torch.tensor([start], device=device), pieces)
 
 
 def _rows(found: Sequence[tuple[int, int, SequenceStep]]) -> _Run:
     steps = [step for _, _, step in found]
-    device, size = steps[0].memory.device, steps[0].memory.layout.block_size
+    device = steps[0].memory.device
     starts = torch.tensor([step.start for step in steps], device=device)
-    read = torch.tensor([_page(step, (step.start - 1) // size) for step in steps], device=device)
-    written = torch.tensor([_page(step, step.start // size) for step in steps], device=device)
+    read = torch.tensor([page_before(step) for step in steps], device=device)
+    written = torch.tensor([state_cuts(step)[0].page for step in steps], device=device)
     rows = torch.tensor([[begin] for _, begin, _ in found], device=device)
     piece = _Piece(slice(0, 1), written, starts + 1)
     return _Run(_pages_of(steps[0]), [number for number, _, _ in found], rows, read, starts, [piece])

@@ -15,12 +15,23 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.models.shape import Activation
 from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
-from kernels import kv_blocks, packed_matrix, packed_stack, paged_attention, rms_norm, rotary, scaled_matrix
+from kernels import (
+    causal_conv,
+    kv_blocks,
+    packed_matrix,
+    packed_stack,
+    paged_attention,
+    rms_norm,
+    rotary,
+    scaled_matrix,
+    state_pages,
+)
 from kernels import paged_decode as decode
 from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
 from kernels.route_experts import route_experts
 from kernels.sum_parts import sum_parts
+from tests.kernels import recurrent_meanings
 
 UNSIGNED = 1 << 64
 
@@ -456,6 +467,13 @@ REFERENCE_OPERATORS = Operators(
     packed_expert_linear=_packed_expert_linear,
     sum_experts=_sum_experts,
     adapted_linear=_adapted_linear,
+    short_conv=causal_conv.short_conv,
+    causal_conv=causal_conv.causal_conv,
+    delta_rule=recurrent_meanings.delta,
+    state_space=recurrent_meanings.space,
+    selective_scan=recurrent_meanings.scan,
+    begin_states=state_pages.begin_states,
+    end_states=state_pages.end_states,
     sample=_sample,
     make_scratch=lambda rows, heads, head_dim, max_tokens, device: (rows, max_tokens),
     make_routed=_make_routed,
