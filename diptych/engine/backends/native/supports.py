@@ -18,14 +18,6 @@ def supports(shape: ModelShape) -> str | None:
 
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
-    if shape.recurrent_layers:
-        yield "recurrent layers"
-    if not all(layer.attention and layer.feed_forward for layer in shape.layers):
-        yield "layers without attention or without a feed-forward"
-    if shape.experts is not None and not shape.experts.gated:
-        yield "experts without a gate"
-    if shape.attention_gate:
-        yield "attention with a gate"
     yield from torch_only(shape)
     yield from lacks_recurrences(shape)
     if shape.norm_bias:

@@ -162,12 +162,8 @@ class OtherShape(ShortConvShape):
 def test_what_other_steps_lack_is_named() -> None:
     assert lacks_adapters(RECURRENT) == "adapters of recurrent layers"
     assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
-    assert native.supports(RECURRENT) == "recurrent layers"
     assert triton.supports(RECURRENT) is None
     other = LayerShape(attention=False, recurrent=OtherShape(12, 3))
     assert triton.supports(replace(RECURRENT, layers=(LayerShape(), other))) == (
         "recurrent layers of short convolution"
-    )
-    assert native.supports(replace(RECURRENT, layers=(LayerShape(), LayerShape(feed_forward=False)))) == (
-        "layers without attention or without a feed-forward"
     )
