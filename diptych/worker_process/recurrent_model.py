@@ -20,14 +20,11 @@ _WORKING = 3
 
 
 def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> None:
-    """Raise ImpossibleSettings, naming the flags, for what is not computed with recurrent layers.
-
-    A state cannot be taken back: tokens that were drafted and refused would have to be.
-    """
+    """Raise ImpossibleSettings, naming the flags, for what is not computed with recurrent layers."""
     if not shape.recurrent_layers:
         return
     refused = {
-        settings.drafting_flags: bool(settings.drafting_flags),
+        f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
         settings.group_flags: settings.in_parts,
         "--kv-tier": settings.keeps_tiers,
         "--window-blocks off": settings.window_blocks == "off" and not settings.keeps_tiers,

@@ -1,0 +1,164 @@
+"""Drafts beside recurrent layers: states are kept behind right tokens alone, and the text is that without.
+
+The oracle computes each token from all before it and reads no state at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from decode_worker.sequence import AttemptBlocks, DecodeSequence
+from diptych.engine.backends.torch.recurrent import step_states
+from diptych.engine.batch import SequenceStep
+from tests.diptych.worker_process.both_workers import BLOCK, RECURRENT, House, house
+from tests.diptych.worker_process.complaints import complaints
+from tests.diptych.worker_process.page_checks import (
+    BLOCKS,
+    PROMPT,
+    PageWalk,
+    answer_of,
+    ask,
+    cached_tokens,
+    expected_hit,
+    is_wrong,
+)
+from tests.diptych.worker_process.test_speculation import Knowing
+from tests.forms import sampled
+
+ANSWER = 40
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "device"])
+
+
+def knowing(wrong: float, resting: float = 0.0) -> Knowing:
+    return Knowing(wrong, resting, RECURRENT)
+
+
+def workers(drafter: Knowing | None, backend: str = "torch", **more: Any) -> Any:
+    return house(
+        more.pop("transport", "shared_memory"),
+        **{"blocks": BLOCKS, "scratch": BLOCKS, "shape": RECURRENT, "backend": backend, **more},
+        drafter=drafter,
+    )
+
+
+def counts(made: House) -> tuple[int, int]:
+    """Return the drafted tokens of the last request, and the right ones."""
+    return made.decodes[0].ended[-1].drafted, made.decodes[0].ended[-1].accepted
+
+
+@BACKENDS
+@pytest.mark.parametrize(("wrong", "most"), [(0.0, 12), (0.4, 39), (1.0, 40)])
+async def test_drafts_change_no_token(backend: str, wrong: float, most: int) -> None:
+    """Steps give up to four tokens, whose places are of four; where all drafts are wrong they give one."""
+    async with workers(knowing(wrong), backend) as made:
+        heard = await ask(made, "a", PROMPT, ANSWER)
+        assert heard.tokens == answer_of(RECURRENT, PROMPT, ANSWER)
+        assert made.decodes[0].loop.steps <= most
+        drafted, accepted = counts(made)
+        assert drafted > 0
+        assert accepted == (0 if wrong == 1.0 else drafted) or 0 < wrong < 1.0
+        assert await made.empty() == []
+
+
+@BACKENDS
+@pytest.mark.parametrize("length", range(38, 42))
+async def test_a_chat_goes_on_from_a_drafted_answer(backend: str, length: int) -> None:
+    """The pages that a drafted answer leaves in the prefix cache are read by the next prompt."""
+    async with workers(knowing(0.3), backend) as made:
+        turn = PROMPT[:length]
+        for number in range(3):
+            heard = await ask(made, f"r{number}", turn, 17)
+            assert heard.tokens == answer_of(RECURRENT, turn, 17)
+            turn = (*turn, *heard.tokens, 5)
+            assert expected_hit(made, turn) >= (len(turn) - 2) // BLOCK * BLOCK - 2 * BLOCK
+        await ask(made, "last", turn, 17)
+        assert cached_tokens(made) > len(PROMPT)
+        assert await made.empty() == []
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sampling": {"temperature": 1.0, "seed": 3}, "choices": (0, 1, 2)},
+        {"sampling": {"logprobs": 2, "frequency_penalty": 0.5}},
+    ],
+    ids=["drawn", "ruled"],
+)
+async def test_drawn_choices_and_rules_stay(backend: str, asked: dict[str, Any]) -> None:
+    found, drafter = [], knowing(0.2)
+    for one in (None, drafter):
+        async with workers(one, backend) as made:
+            heard = await ask(made, "a", PROMPT[:41], 24, **asked)
+            found.append((heard.outputs, heard.reasons))
+            assert await made.empty() == []
+    assert found[0] == found[1]
+    assert drafter.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport"),
+    sampled(
+        [(one, way) for one in ("torch", "native", "device") for way in ("shared_memory", "tcp")],
+        [("torch", "shared_memory"), ("native", "tcp")],
+    ),
+)
+async def test_requests_in_random_order(
+    backend: str, transport: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are cancelled, preempted, tried again elsewhere; pages and blocks are all given back."""
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(PageWalk, "requests", 60)
+    drafter = knowing(0.3, resting=0.3)
+    async with workers(drafter, backend, transport=transport, decodes=2, prefills=2, blocks=56) as made:
+        walk = PageWalk(made, 5, RECURRENT)
+        await walk.run()
+        assert await made.empty() == []
+    assert complaints(caplog) == []
+    assert walk.outcomes["decode finished"] > 0, walk.outcomes
+    assert walk.outcomes["decode preempted"] > 0, walk.outcomes
+    assert drafter.drafted > 0
+
+
+# ---- controls ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_states_behind_wrong_drafts_are_seen(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the states behind all tokens of a step: their count finds it, and else the tokens are others."""
+    monkeypatch.setattr(SequenceStep, "kept_tokens", property(lambda step: len(step.token_ids)))
+    if not counted:
+        monkeypatch.setattr(step_states._Run, "stale", lambda run: [False] * len(run.members))
+    async with workers(knowing(0.4)) as made:
+        heard = await ask(made, "a", PROMPT, ANSWER)
+        assert is_wrong(RECURRENT, heard, PROMPT)
+        assert (heard.terminal_messages == ["decode finished"]) is not counted
+        if not counted:
+            assert heard.tokens != answer_of(RECURRENT, PROMPT, ANSWER)
+
+
+async def test_right_drafts_that_states_lack_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on from the states without the right drafts, as attention may: their count finds it."""
+    monkeypatch.setattr(AttemptBlocks, "count_behind", lambda blocks, sequence, drafted: None)
+    async with workers(knowing(0.0)) as made:
+        heard = await ask(made, "a", PROMPT, ANSWER)
+        assert heard.terminal_messages != ["decode finished"]
+
+
+async def test_blocks_that_are_computed_once_more_are_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes to no block and no page that others may have found by then."""
+    real, found = DecodeSequence.step, list[tuple[int, int]]()
+
+    def noting(sequence: DecodeSequence, *rest: Any) -> SequenceStep:
+        step = real(sequence, *rest)
+        found.append((step.start, len(sequence.block_keys) * BLOCK))
+        return step
+
+    monkeypatch.setattr(DecodeSequence, "step", noting)
+    async with workers(knowing(0.2)) as made:
+        await ask(made, "a", PROMPT, ANSWER)
+    assert all(start >= cached for start, cached in found)
+    assert max(cached for _, cached in found) > len(PROMPT)
