@@ -9,6 +9,7 @@
 #include "model.h"
 #include "model_parts.h"
 #include "model_share.h"
+#include "recurrent_kinds.h"
 #include "shared_region.h"
 #include "step_state.h"
 
@@ -159,6 +160,7 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         Layer &of = model->layers[static_cast<size_t>(layer)];
         of.own = *own;
+        model->step->recurrent.page = page_bytes(*model);
         if (model->share) {
             resize_part_experts(*model->share, layer, own->experts != 0);
         } else {

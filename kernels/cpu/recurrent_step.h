@@ -44,7 +44,7 @@ struct RecurrentStep {
     Buffer out;      // [rows, out_stride]: input of the last product
     Buffer scratch;  // fp32 [rows, scratch_stride]
     Buffer images;   // pages of the step's own
-    int64_t image_bytes = 0, page = 0;  // room there; bytes of one
+    int64_t image_bytes = 0, page = 0;  // room there; bytes of one, 0 where no layer is recurrent
     std::vector<PageRun> runs;          // those of a sequence beside each other, in order
     std::vector<int32_t> begins;        // [sequences + 1] of each sequence's runs
 

@@ -5,7 +5,9 @@
 #include <type_traits>
 
 #include "model.h"
+#include "recurrent_kinds.h"
 #include "shared_region.h"
+#include "step_state.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -284,6 +286,7 @@ void map_weights(DiptychModel &model, int file) {
     if (header.codes_end > header.codes_begin) populate(base + header.codes_begin, base + header.codes_end);
     DirectoryReader reader(base, header);
     exchange(reader, model);
+    model.step->recurrent.page = page_bytes(model);
     model.embeds_from_head = header.embeds_from_head != 0;
     model.own_embedding = header.embedding == 0 ? nullptr : base + header.embedding;
     model.embedding = model.own_embedding;

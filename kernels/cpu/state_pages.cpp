@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "recurrent_kinds.h"
-
 namespace diptych {
 
 namespace {
@@ -92,7 +90,7 @@ void share_pages(StepState &step, int64_t count, int64_t begin, F f) {
 }  // namespace
 
 std::string refused_page_blocks(const DiptychModel &model, const DiptychBatch &batch) {
-    int64_t page = page_bytes(model);
+    int64_t page = model.step->recurrent.page;
     if (page == 0) return "";
     if (batch.page_block_bytes < kCountBytes || batch.layer_places == nullptr) return "the model's states have no pages";
     if (page > batch.page_block_bytes * batch.windowed) return "pages are smaller than the model's states";
@@ -101,7 +99,7 @@ std::string refused_page_blocks(const DiptychModel &model, const DiptychBatch &b
 }
 
 std::string refused_pages(const DiptychModel &model, const DiptychBatch &batch, int32_t s) {
-    if (page_bytes(model) == 0) return "";
+    if (model.step->recurrent.page == 0) return "";
     if (batch.settled != nullptr && (batch.settled[s] < 1 || batch.settled[s] > batch.counts[s])) {
         return "sequence " + std::to_string(s) + ": keeps the states behind " + std::to_string(batch.settled[s]) + " of " +
                std::to_string(batch.counts[s]) + " tokens";
@@ -116,7 +114,6 @@ void prepare_states(StepState &step) {
     RecurrentStep &own = step.recurrent;
     own.runs.clear();
     own.begins.clear();
-    own.page = page_bytes(*step.model);
     if (own.page == 0) return;
     int64_t first = 0;
     for (int32_t s = 0; s < step.batch.sequences; first += step.batch.counts[s++]) {

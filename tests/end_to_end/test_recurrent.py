@@ -119,7 +119,7 @@ def test_drawn_choices_and_beams_are_those_of_one_process(tmp_path: Path) -> Non
         (choices,) = served.ask([PROMPTS[5]], sampling=drawn, stopping=stopping)
         beam = {"beam_width": 4, "n": 2}
         (beams,) = served.ask([PROMPTS[5]], sampling=beam, stopping={"max_tokens": 24})
-    model = load_model(folder, "fp32", backend="torch")
+    model = load_model(folder, "fp32")
     runner, memory, pool = Runner(model, 1), KVMemory(model.kv_layout(16), 300), BlockPool(300)
     params = SamplingParams(temperature=1.0, seed=5)
     alone = generate_choices(runner, memory, pool, PROMPTS[5], params, count=3, max_tokens=40, chunk=23)

@@ -86,7 +86,7 @@ SHAPES: dict[str, ModelShape] = {
     "a scan last": shape_of(layers=(LayerShape(), recurrent(ScanShape(96, 16, 2, 7, bias=True)))),
     "windows": shape_of(layers=(conv(3), LayerShape(7), conv(3))),
 }
-SAMPLE = ["convolutions", "parts of layers", "experts", "every kind"]
+SAMPLE = ["convolutions", "every kind"]
 PLAIN = SHAPES["convolutions"]
 TEXT = tokens_of(60)
 

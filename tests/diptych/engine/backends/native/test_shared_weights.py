@@ -13,8 +13,13 @@ import torch
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights, from_store
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.model_layout import kv_layout
+from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.loaded_model import load_model
-from diptych.engine.models.shape import ExpertsShape, ModelShape
+from diptych.engine.models.recurrent import ShortConvShape
+from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
 from diptych.engine.weights import Weights
 from diptych.engine.weights.reader import OpenCheckpoint
 from kernels.kquants import KQuantFormat
@@ -22,7 +27,7 @@ from kernels.quantised_linear import BlockFormat, GroupFormat, dequantise
 from tests import bundled_oracle
 from tests.kernels.cpu import tiny_models
 from tests.kernels.cpu.test_kquant_products import SHAPE, as_q4_k_m, matrix_in
-from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+from tests.kernels.cpu.tiny_models import shape_of, tokens_of, weights_of
 
 MOST = 1 << 26
 FORMATS: tuple[BlockFormat, ...] = (*get_args(GroupFormat), *get_args(KQuantFormat))
@@ -44,11 +49,18 @@ def tied(name: BlockFormat) -> Weights:
 WITH_EXPERTS = shape_of(
     layers=tuple(replace(one, experts=True) for one in shape_of().layers), experts=EXPERTS
 )
+RECURRENT = shape_of(
+    layers=(
+        LayerShape(recurrent=ShortConvShape(100, 3, bias=True)),
+        LayerShape(attention=False, recurrent=ShortConvShape(100, 4), feed_forward=False),
+    )
+)
 TIED = shape_of(tied_embeddings=True, qkv_bias=True, mlp_bias=True, sinks=True)
 MODELS: dict[str, tuple[ModelShape, Weights, torch.dtype]] = {
     "fp32": (shape_of(), weights_of(shape_of(), torch.float32), torch.float32),
     "bf16, tied": (TIED, weights_of(TIED, torch.bfloat16), torch.bfloat16),
     "experts": (WITH_EXPERTS, weights_of(WITH_EXPERTS, torch.float32), torch.float32),
+    "recurrent": (RECURRENT, weights_of(RECURRENT, torch.float32), torch.float32),
     "K-quants": (SHAPE, as_q4_k_m(), torch.bfloat16),
     "K-quants, tied": (SHAPE, tied("q6_k"), torch.bfloat16),
     "bytes in codes": (shape_of(), tiny_models.coded_weights_of(shape_of(), "q4_1"), torch.bfloat16),
@@ -56,9 +68,12 @@ MODELS: dict[str, tuple[ModelShape, Weights, torch.dtype]] = {
 
 
 def logits(backend: NativeBackend, shape: ModelShape, dtype: torch.dtype) -> torch.Tensor:
-    sequence = Pool(layout_of(shape, 16, dtype), 20).sequence(40)
-    backend.forward([sequence.step(tokens_of(19))], None)
-    return backend.forward([sequence.step(tokens_of(2))], None)
+    layout = kv_layout(shape, dtype, 16)
+    memory = KVMemory(layout, own_blocks(layout, 40))
+    table, pages = own_tables(layout, range(memory.num_blocks))
+    first = SequenceStep(memory, table, 0, tokens_of(19), True, window_tables=pages)
+    backend.forward([first], None)
+    return backend.forward([replace(first, start=19, token_ids=tokens_of(2))], None)
 
 
 @pytest.mark.parametrize("name", MODELS)
