@@ -35,9 +35,8 @@ def causal_conv(
     pool, taps, (rows, channels) = StatePool(runs), weight.shape[1], x.shape
     out[:rows] = 0
     for sequence in range(runs.sequences):
-        if not runs.live[sequence]:
+        if not (stretches := pool.computed(sequence)):
             continue
-        stretches = pool.stretches(sequence)
         begin, end = stretches[0].rows.start, stretches[-1].rows.stop
         before = pool.before(sequence, first, (taps - 1) * channels).view(taps - 1, channels)
         seen = torch.cat([before, x[begin:end].float()])

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 DELTA_CHUNK = 64
-"""Rows of a prompt that the delta rule solves together, and numbers a head that each leaves between launches."""
+"""Rows of a prompt that the delta rule solves together, and numbers a head that each leaves between launches.
+"""
 
 
 @dataclass(frozen=True)

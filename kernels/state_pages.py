@@ -124,6 +124,10 @@ class StatePool:
                 low = high
         return found if found and found[0].page is not None else []
 
+    def computed(self, sequence: int) -> list[Stretch]:
+        """Return the stretches of a sequence that is computed in this launch; none of others."""
+        return self.stretches(sequence) if self._runs.live[sequence] else []
+
     def _places(self, page: list[int], first: int, size: int) -> torch.Tensor:
         pieces = [self._memory[block, low:high] for block, low, high, _ in self._pieces(page, first, size)]
         return torch.cat(pieces)
@@ -171,7 +175,7 @@ def end_states(runs: StateRuns, hidden: torch.Tensor) -> torch.Tensor:
 def _memory_at(runs: StateRuns) -> torch.Tensor:
     """Return the memory that lies `base` floats from `pool`, as far as the run's pages reach."""
     assert runs.base is not None
-    count = int(max(runs.read.max(), runs.written.max(), 0)) + 1
+    count = 1 + max(int(runs.read.max()), int(runs.written.max()), 0)
     size, address = count * runs.pool.stride(0), runs.pool.data_ptr() + 4 * int(runs.base)
     memory = (ctypes.c_char * (4 * size)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.float32).view(count, -1)

@@ -20,7 +20,10 @@ _WORKING = 3
 
 
 def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> None:
-    """Raise ImpossibleSettings, naming the flags, for what is not computed with recurrent layers."""
+    """Raise ImpossibleSettings, naming the flags, for what is not computed with recurrent layers.
+
+    Some kinds compute a prompt by pieces from where a step begins, so that bits depend on where it was cut.
+    """
     if not shape.recurrent_layers:
         return
     refused = {
@@ -28,7 +31,7 @@ def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> Non
         settings.group_flags: settings.in_parts,
         "--kv-tier": settings.keeps_tiers,
         "--window-blocks off": settings.window_blocks == "off" and not settings.keeps_tiers,
-        f"--backend {settings.backend}": settings.backend == "triton",
+        "--batch-invariant": settings.batch_invariant,
     }
     if (flag := next((name for name, holds in refused.items() if holds), None)) is not None:
         raise ImpossibleSettings(f"{flag} does not go with the recurrent layers of {shape.family}")

@@ -227,9 +227,9 @@ def delta_chunks(
     """Advance the sequences of `runs` by their rows and return the gated outputs in `out [T, value heads *
     V]`.
 
-    Arguments as those of `delta_step`; the values in `conv [T, channels]` are overwritten. `rooms` are float32
-    `[T, value heads * D]` and `[T, value heads * CHUNK]`. States are written behind each cut. Rows of no
-    sequence are no numbers.
+    Arguments as those of `delta_step`; the values in `conv [T, channels]` are overwritten. `rooms` are
+    float32 `[T, value heads * D]` and `[T, value heads * CHUNK]`. States are written behind each cut. Rows of
+    no sequence are no numbers.
     """
     assert runs.ends is not None, "the run is of chunks"
     keys, within = rooms

@@ -96,8 +96,8 @@ def delta_step(
     """Advance one token each of the S sequences of `runs` and return their gated outputs in `out [S, value
     heads * V]`.
 
-    `conv` is float32 `[S, channels]`, behind its activation; `mixed [S, X]` what `DeltaShape.projected` lists.
-    States are `[value heads, D, V]` from float `first` of a page on.
+    `conv` is float32 `[S, channels]`, behind its activation; `mixed [S, X]` what `DeltaShape.projected`
+    lists. States are `[value heads, D, V]` from float `first` of a page on.
     """
     width = power_of_two(rule.key_dim) * power_of_two(rule.value_dim)
     _delta_step[(rule.value_heads, runs.sequences)](

@@ -1,7 +1,7 @@
 """Gate of a recurrence's outputs, and their norm by groups, before or behind it, one program a group.
 
-The meaning is `group_norm` of diptych/engine/backends/torch/recurrent/norms.py and the gates of gated_delta.py
-and mamba2.py, in float32. A group's sum depends on its own numbers alone.
+The meaning is `group_norm` of diptych/engine/backends/torch/recurrent/norms.py and the gates of
+gated_delta.py and mamba2.py, in float32. A group's sum depends on its own numbers alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The selective scan of Mamba, row after row, a program some channels of one sequence.
 
-The meaning is diptych/engine/backends/torch/recurrent (selective_scan.py, mamba.py), in float32. Decays differ
-between the numbers of a channel, so that no product of rows replaces the steps. Loads of AHEAD rows do not
-wait for the states, and so are on their way together. A row has the same bits however a text is cut, and
+The meaning is diptych/engine/backends/torch/recurrent (selective_scan.py, mamba.py), in float32. Decays
+differ between the numbers of a channel, so that no product of rows replaces the steps. Loads of AHEAD rows do
+not wait for the states, and so are on their way together. A row has the same bits however a text is cut, and
 whatever its neighbours are; one token each of several sequences is the same kernel with cuts of one row.
 """
 
@@ -57,7 +57,9 @@ def _scan(
             memory += tl.multiple_of(tl.load(base), UNIT)
         units = tl.arange(0, M_PAD // UNIT)
         a = tl.load(
-            decay + channels[:, None] * M + lanes[None, :], mask=inside[:, None] & in_state[None, :], other=0.0
+            decay + channels[:, None] * M + lanes[None, :],
+            mask=inside[:, None] & in_state[None, :],
+            other=0.0,
         )
         bias = tl.load(step_bias + channels, mask=inside, other=0.0)
         kept = tl.load(skip + channels, mask=inside, other=0.0)

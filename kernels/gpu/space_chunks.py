@@ -33,11 +33,11 @@ def _space_chunks(
     conv, mixed, decay, step_bias, skip, offsets, cuts, ends, memory, base, read, written, starts, live,
     begin, stride, page_blocks, conv_stride, mixed_stride, step_at, low, high, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, M: tl.constexpr, M_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, LANES: tl.constexpr, BASED: tl.constexpr, BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BASED: tl.constexpr, BLOCK_UNITS: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of one sequence, for LANES channels of one head; arguments as those of `_space_step`, with
-    `offsets`, `cuts` and `ends` of StateRuns.
+    """Go through the chunks of one sequence, for LANES channels of one head; arguments as those of
+    `_space_step`, with `offsets`, `cuts` and `ends` of StateRuns.
     """
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -114,7 +114,8 @@ def space_chunks(
 ) -> torch.Tensor:
     """Advance the sequences of `runs` by their rows and return the gated outputs in `out [T, heads * P]`.
 
-    Arguments as those of `space_step`. States are written behind each cut. Rows of no sequence are no numbers.
+    Arguments as those of `space_step`. States are written behind each cut. Rows of no sequence are no
+    numbers.
     """
     low, high = rule.step_bounds
     lanes = min(_LANES, power_of_two(rule.head_dim, 16))

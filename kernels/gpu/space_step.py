@@ -91,8 +91,8 @@ def space_step(
     """Advance one token each of the S sequences of `runs` and return their gated outputs in `out [S, heads *
     P]`.
 
-    `conv` is float32 `[S, channels]`, behind its activation, whose inputs are overwritten; `mixed [S, X]` what
-    `SpaceShape.projected` lists. States are `[heads, P, M]` from float `first` of a page on.
+    `conv` is float32 `[S, channels]`, behind its activation, whose inputs are overwritten; `mixed [S, X]`
+    what `SpaceShape.projected` lists. States are `[heads, P, M]` from float `first` of a page on.
     """
     width = power_of_two(rule.head_dim) * power_of_two(rule.state)
     low, high = rule.step_bounds

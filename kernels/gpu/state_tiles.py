@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 

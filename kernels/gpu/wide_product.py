@@ -1,12 +1,12 @@
 """Products of float32 operands within recurrences, by the precision that a model's own numbers have.
 
 In a model of float32 each operand is the sum of two TF32 numbers, three of whose products are added: by
-emulation 2.3e-7 of the output's norm from float64, where float32 itself is 2.1e-7 away. In one of 16 bits each
-is rounded to TF32, to the nearest of its 10 bits (the card's matrix units would cut the others off). Sums are
-float32 in both, and states are not rounded where they are kept.
+emulation 2.3e-7 of the output's norm from float64, where float32 itself is 2.1e-7 away. In one of 16 bits
+each is rounded to TF32, to the nearest of its 10 bits (the card's matrix units would cut the others off).
+Sums are float32 in both, and states are not rounded where they are kept.
 
-By emulation over 2,000 tokens the latter's outputs differ by 0.036% of their norm (delta rule; 0.09% with keys
-that are much alike and rates up to 2) and 0.028% (Mamba-2). Operands cut off would give 0.14%, those of
+By emulation over 2,000 tokens the latter's outputs differ by 0.036% of their norm (delta rule; 0.09% with
+keys that are much alike and rates up to 2) and 0.028% (Mamba-2). Operands cut off would give 0.14%, those of
 bfloat16 0.28%; rounding the output to bfloat16, which follows, takes 0.17%.
 """
 

@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sum_parts": 2}, "--sum-parts 2"),
     ({"speculative_model": "draft"}, "--speculative-model draft"),
     ({"speculative_tokens": 3}, "--speculative-tokens 3"),
-    ({"backend": "triton"}, "--backend triton"),
+    ({"batch_invariant": True}, "--batch-invariant"),
 ]
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_computed_is_refused_by_its_flag(settings: dict[str, Any], f
 
 def test_other_settings_are_not_refused() -> None:
     check_recurrent_settings(decode(), RECURRENT)
-    for backend in ("torch", "native"):
+    for backend in ("torch", "native", "triton"):
         check_recurrent_settings(PrefillSettings(model="m", secret="ab" * 32, backend=backend), RECURRENT)
 
 

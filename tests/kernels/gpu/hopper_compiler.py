@@ -1,9 +1,9 @@
 """Compiles every Triton kernel for Hopper on a machine without a GPU.
 
-Run as a program; `recurrent` compiles the kernels of recurrent layers alone, `sm_80` for Ampere. A driver that only says what the target is stands in for CUDA's; the launchers run as they
-are, up to the launch. Prints a line per compiled kernel: its name, registers, bytes spilled, shared memory,
-the widest global loads, and the matrix instructions it is made of. Exits with an error if one does not
-compile.
+Run as a program; `recurrent` compiles the kernels of recurrent layers alone, `sm_80` for Ampere. A driver
+that only says what the target is stands in for CUDA's; the launchers run as they are, up to the launch.
+Prints a line per compiled kernel: its name, registers, bytes spilled, shared memory, the widest global loads,
+and the matrix instructions it is made of. Exits with an error if one does not compile.
 """
 
 from __future__ import annotations

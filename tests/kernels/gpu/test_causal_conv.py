@@ -73,14 +73,12 @@ def bits(pool: torch.Tensor) -> torch.Tensor:
 
 
 def on(runs: StateRuns, device: torch.device) -> StateRuns:
-    return replace(
-        runs,
-        **{
-            name: value.clone().to(device)
-            for name, value in vars(runs).items()
-            if isinstance(value, torch.Tensor)
-        },
-    )
+    moved: dict[str, Any] = {
+        name: value.clone().to(device)
+        for name, value in vars(runs).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(runs, **moved)
 
 
 def compare(runs: StateRuns, device: torch.device, taps: int, dtype: torch.dtype, **how: Any) -> None:

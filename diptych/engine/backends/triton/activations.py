@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,12 +131,12 @@ class Activations:
     def rows(self, tokens: int) -> Activations:
         """Return the buffers of `tokens` tokens, as views."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return Activations(
+        return replace(
+            self,
             **{name: buffer[:tokens] for name, buffer in plain.items()},
             angles=tuple((cos[:tokens], sin[:tokens]) for cos, sin in self.angles),
             experts=None if self.experts is None else self.experts.rows(tokens),
             mixer=None if self.mixer is None else self.mixer.rows(tokens),
-            **{name: None for name in ("beside", "q_gate") if name not in plain},
         )
 
 

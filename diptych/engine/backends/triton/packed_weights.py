@@ -60,7 +60,7 @@ class PackedLayer:
     sinks: torch.Tensor | None
     """float32 `[heads]`."""
     q_gate: Linear | Product | None
-    """What the sigmoid of the output's gate is taken of, `[heads * head_dim, hidden]`."""
+    """Matrix whose product's sigmoid is the gate of what attention mixes, `[heads * head_dim, hidden]`."""
     output: Linear | Product
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None

@@ -211,10 +211,19 @@ def oracle_logits(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 class Stepper:
     """Steps of one backend over shuffled blocks of which every unwritten number is NaN."""
 
-    def __init__(self, backend: Any, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        shape: ModelShape,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
         self._layout = kv_layout(shape, dtype, BLOCK)
         self._backend, blocks = backend, 240 * self._layout.blocks_per_place
-        self._memory = KVMemory(self._layout, blocks)
+        on_host = device is None or device.type == "cpu"
+        self._memory = (
+            KVMemory(self._layout, blocks) if on_host else KVMemory.on_device(self._layout, blocks, device)  # type: ignore[arg-type]
+        )
         self._memory.data.fill_(torch.nan)
         self._free = list(range(blocks))
         random.Random(3).shuffle(self._free)

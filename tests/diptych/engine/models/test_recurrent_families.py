@@ -296,10 +296,10 @@ def _stacked(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recurrent_layers_are_computed_natively_and_left_to_torch_on_gpus(name: str) -> None:
+def test_recurrent_layers_are_computed_natively_and_on_gpus(name: str) -> None:
     shape = _shape_of(name)
     assert native_supports(shape) is None
-    assert triton_supports(shape) == "recurrent layers"
+    assert triton_supports(shape) is None
 
 
 def test_what_the_native_step_lacks_is_named() -> None:

@@ -62,9 +62,7 @@ class Mamba2Mixer:
             operators.causal_conv(
                 inner[rows], self._filter, self._bias, runs, seen, silu=True, out=conv[rows]
             )
-            operators.state_space(
-                conv[rows], projected[rows], self._rule, runs, matrices, out=mixed[rows]
-            )
+            operators.state_space(conv[rows], projected[rows], self._rule, runs, matrices, out=mixed[rows])
         self._products.linear(mixed, self._out, out=out)
 
 

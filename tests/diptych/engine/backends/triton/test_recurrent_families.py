@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_O
 from tests.diptych.engine.models.family_models import TEXT, Stepper, check_greedy, text_of
 from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
 from tests.forms import sampled
+from tests.triton_device import DEVICES, device_of
 
 LEFT = {"nemotron-h-experts": "experts without a gate"}
 """Cases that torch computes, and what the Triton step lacks."""
@@ -74,6 +76,26 @@ def test_an_operator_that_forgets_shows(lost: str, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(got[:48], exact[:48], **CLOSE)
     assert (got[48:] - exact[48:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "tokens"), sampled([("jamba", 9), *((name, 24) for name in SAMPLE)], [("jamba", 9)])
+)
+def test_the_kernels_give_the_logits_of_torch(name: str, tokens: int, device: str, tmp_path: Path) -> None:
+    """A chunk that begins a text, one that goes on, and single tokens."""
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    checkpoint, on = read_checkpoint(save(oracle_of(name), tmp_path), "fp32"), device_of(device)
+    backend, ids = TritonBackend(checkpoint.shape, checkpoint.weights, on), text_of(tokens)
+    torch_step = TorchBackend(checkpoint.shape, checkpoint.weights)
+    expected = Stepper(torch_step, checkpoint.shape).logits(ids, tokens)
+    stepper, rows = Stepper(backend, checkpoint.shape, device=on), []
+    tables = stepper.tables(tokens)
+    cuts = (0, tokens - 4, tokens - 2, tokens - 1, tokens)
+    for begin, end in pairwise(cuts):
+        step = stepper.step(tables, begin, ids[begin:end], wants_logits=True)
+        rows.append(backend.forward([step], None))
+    torch.testing.assert_close(torch.cat(rows), expected[[end - 1 for end in cuts[1:]]], **CLOSE)
 
 
 @pytest.mark.parametrize("name", LEFT)
