@@ -37,7 +37,8 @@ def state_cuts(step: SequenceStep) -> list[StateCut]:
         for place, page in zip(places, pages, strict=True)
         if last[tuple(page)] == place
     ]
-    return cuts if step.settled in (None, len(step.token_ids)) else [*cuts, StateCut(len(step.token_ids), None)]
+    whole = len(step.token_ids)
+    return cuts if step.kept_tokens == whole else [*cuts, StateCut(whole, None)]
 
 
 def page_tables(pages: Sequence[Sequence[int] | None], blocks: int, absent: int) -> list[int]:

@@ -6,18 +6,27 @@ The oracle computes each token from all before it and reads no state at all.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from decode_worker.sequence import AttemptBlocks, DecodeSequence
+from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.batch import SequenceStep
-from tests.diptych.worker_process.both_workers import BLOCK, RECURRENT, House, house
+from diptych.engine.loaded_model import Model
+from diptych.engine.models.recurrent import ShortConvShape
+from diptych.engine.models.shape import LayerShape, ModelShape
+from diptych.engine.weights import Weights
+from tests.diptych.worker_process import both_workers
+from tests.diptych.worker_process.both_workers import BLOCK, RECURRENT, SHAPE, House, house
 from tests.diptych.worker_process.complaints import complaints
 from tests.diptych.worker_process.page_checks import (
     BLOCKS,
     PROMPT,
+    TRANSPORTS,
     PageWalk,
     answer_of,
     ask,
@@ -27,6 +36,7 @@ from tests.diptych.worker_process.page_checks import (
 )
 from tests.diptych.worker_process.test_speculation import Knowing
 from tests.forms import sampled
+from tests.kernels.cpu.tiny_models import weights_of
 
 ANSWER = 40
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "device"])
@@ -121,6 +131,70 @@ async def test_requests_in_random_order(
     assert walk.outcomes["decode finished"] > 0, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
     assert drafter.drafted > 0
+
+
+# ---- draft models ------------------------------------------------------------------------------------------
+
+
+NEAR = replace(
+    SHAPE, layers=(LayerShape(recurrent=ShortConvShape(16, 3)), LayerShape(), LayerShape(attention=True))
+)
+"""The shape of a model that a draft model comes near to: it is the same without the recurrence, which is weak."""
+
+
+def near_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
+    """Return random weights with weak recurrences."""
+    weights = weights_of(shape, dtype)
+    layers = [
+        layer
+        if layer.recurrent is None
+        else replace(layer, recurrent={**layer.recurrent, "out_proj": 0.2 * layer.recurrent["out_proj"]})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers))
+
+
+def near_draft(kind: str, backend: str) -> Model:
+    """Return the model without its recurrences."""
+    shape = replace(NEAR, layers=(LayerShape(),) * 3)
+    weights = near_weights(NEAR, torch.float32)
+    layers = tuple(replace(layer, recurrent=None) for layer in weights.layers)
+    return Model(
+        shape, "fp32", torch.float32, TorchBackend(shape, replace(weights, layers=layers)), "torch"
+    )
+
+
+@TRANSPORTS
+async def test_a_draft_model_drafts(
+    transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its keys and values go with the full blocks, and pages have room for none: hits and answers stay."""
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(both_workers, "weights_of", near_weights)
+    monkeypatch.setattr(both_workers, "draft_model", near_draft)
+    async with workers(None, transport=transport, shape=NEAR, draft="near") as made:
+        turn = PROMPT
+        for number in range(2):
+            heard = await ask(made, f"r{number}", turn, ANSWER)
+            assert heard.tokens == answer_of(NEAR, turn, ANSWER)
+            drafted, accepted = counts(made)
+            assert drafted / 4 < accepted < drafted
+            turn = (*turn, *heard.tokens, 5)
+        assert cached_tokens(made) >= len(PROMPT) // BLOCK * BLOCK
+        assert made.decodes[0].loop.steps < 2 * ANSWER
+        assert await made.empty() == []
+    assert complaints(caplog) == []
+
+
+async def test_a_worker_without_the_draft_model_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(both_workers, "weights_of", near_weights)
+    monkeypatch.setattr(both_workers, "draft_model", near_draft)
+    for transport in ("shared_memory", "tcp"):
+        for drafts in (["near"], [None]), ([None], ["near"]):
+            async with workers(None, transport=transport, shape=NEAR, drafts=drafts) as made:
+                heard = await ask(made, "a", PROMPT)
+                assert heard.tokens == answer_of(NEAR, PROMPT)
+                assert await made.empty() == []
 
 
 # ---- controls ----------------------------------------------------------------------------------------------
