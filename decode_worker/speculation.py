@@ -104,7 +104,7 @@ class Speculation:
         return drafts
 
     def _room(self, sequences: int, behind: int = 0) -> int:
-        """Return how many tokens each of `sequences` may have drafted, where the step has `behind` tokens that
-        are computed once more.
+        """Return how many tokens each of `sequences` may have drafted, where a step computes `behind` tokens
+        once more.
         """
         return min(self._most, max((self._tokens - behind) // sequences - 1, 0))

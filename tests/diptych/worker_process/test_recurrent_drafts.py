@@ -139,7 +139,7 @@ async def test_requests_in_random_order(
 NEAR = replace(
     SHAPE, layers=(LayerShape(recurrent=ShortConvShape(16, 3)), LayerShape(), LayerShape(attention=True))
 )
-"""The shape of a model that a draft model comes near to: it is the same without the recurrence, which is weak."""
+"""The shape of a model that a draft model comes near to: it is the same without recurrence, which is weak."""
 
 
 def near_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
@@ -159,9 +159,7 @@ def near_draft(kind: str, backend: str) -> Model:
     shape = replace(NEAR, layers=(LayerShape(),) * 3)
     weights = near_weights(NEAR, torch.float32)
     layers = tuple(replace(layer, recurrent=None) for layer in weights.layers)
-    return Model(
-        shape, "fp32", torch.float32, TorchBackend(shape, replace(weights, layers=layers)), "torch"
-    )
+    return Model(shape, "fp32", torch.float32, TorchBackend(shape, replace(weights, layers=layers)), "torch")
 
 
 @TRANSPORTS

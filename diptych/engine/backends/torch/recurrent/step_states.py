@@ -148,7 +148,9 @@ def _chunk(number: int, begin: int, step: SequenceStep) -> _Run:
     pieces, at = [], 0
     for end in ends:
         page, count = kept.get(end), torch.tensor([start + end], device=device)
-        pieces.append(_Piece(slice(at, end), None if page is None else torch.tensor([page], device=device), count))
+        pieces.append(
+            _Piece(slice(at, end), None if page is None else torch.tensor([page], device=device), count)
+        )
         at = end
     read = None if before is None else torch.tensor([before], device=device)
     rows = torch.arange(begin, begin + len(step.token_ids), device=device).unsqueeze(0)
