@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 from decode_worker.config import DecodeSettings
-from diptych.engine.backends.triton.activations import activation_bytes
-from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.recurrent_model import held_state_bytes
+from diptych.worker_process.step_memory import chunk_bytes
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import total_memory
 
@@ -111,11 +110,9 @@ def _chunk_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:
     """Return the bytes that steps with chunks, which are not recorded, take when they come: those of drafts,
     which make chunks of a step's rows, and those of prompts that are computed here.
     """
-    model, prompts = engine.model, _prompt_tokens(settings, engine)
+    prompts = _prompt_tokens(settings, engine)
     tokens = max(prompts, settings.max_batch * (1 + settings.draft_tokens) if settings.draft_tokens else 0)
-    if not tokens:
-        return 0
-    return gathered_bytes(model.shape, model.dtype) + activation_bytes(model.shape, tokens, model.dtype)
+    return chunk_bytes(engine, tokens) if tokens else 0
 
 
 def _prompt_tokens(settings: DecodeSettings, engine: LoadedEngine) -> int:

@@ -183,7 +183,7 @@ class Generator:
             )
             driver.resume_token = resume_token
             driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
-            driver.on_stall = lambda stalled: self._note_stall(ticket, stalled)
+            driver.on_stall = lambda *stall: self._note_stall(ticket, *stall)
             driver.on_choice_end = lambda choice: self._end_choice(driver, ticket, choice)
             driver.on_token_latency = self._metrics.token_latency.observe
             record.driver = driver
@@ -199,7 +199,7 @@ class Generator:
                 time_left_s=call.time_left_s(self._clock()),
                 on_admitted=partial(_admit, driver, call),
             )
-            self._note_stall(ticket, driver.stalled)  # at its admission it had no ticket
+            self._note_stall(ticket, *driver.stall)  # at its admission it had no ticket
             record.queued = True
             if self._retry_limits.budget is not None:
                 self._retry_limits.budget.record_arrival(request.choices, self._clock())
@@ -235,9 +235,9 @@ class Generator:
             raise ContextLengthExceeded(job.prompt_tokens, job.max_tokens, limit)
         return replace(job, max_tokens=limit - job.prompt_tokens)
 
-    def _note_stall(self, ticket: Ticket | None, stalled: bool) -> None:
+    def _note_stall(self, ticket: Ticket | None, stalled: bool, awaits_encoder: bool) -> None:
         if ticket is not None:
-            self._gate.set_stalled(ticket, stalled)
+            self._gate.set_stalled(ticket, stalled, gives_place=awaits_encoder)
 
     def _end_choice(self, driver: RequestDriver | None, ticket: Ticket | None, choice: int) -> None:
         """Give back the place of a choice, or with the last one what is left of the request's places."""

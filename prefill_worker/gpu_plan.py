@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from diptych.engine.backends.triton.activations import activation_bytes
-from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.recurrent_model import held_state_bytes
+from diptych.worker_process.step_memory import chunk_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -16,12 +15,11 @@ def plan_steps(engine: LoadedEngine, chunk: int, prompts: int) -> int:
     """Plan the memory of steps of up to `chunk` tokens of `prompts` prompts, recorded ones included, and
     return its bytes; on a CPU 0.
     """
-    model = engine.model
-    if model.device.type == "cpu":
+    if engine.model.device.type == "cpu":
         return 0
-    size = activation_bytes(model.shape, chunk, model.dtype) + gathered_bytes(model.shape, model.dtype)
+    size = chunk_bytes(engine, chunk)
     engine.memory.plan_graphs(engine.runner.recorded_prompts)
-    states = held_state_bytes(model, engine.layout, prompts=prompts, tokens=chunk)
+    states = held_state_bytes(engine.model, engine.layout, prompts=prompts, tokens=chunk)
     engine.memory.plan("prompts", size)
     engine.memory.plan("recurrent states of a step", states)
     return size + states

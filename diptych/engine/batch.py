@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -319,6 +319,14 @@ class Launched(Protocol):
     def collect(self) -> StepOutput:
         """Wait for the step and return its output; call it once, and in the order of the launches."""
         ...
+
+
+class DecodeRecording(NamedTuple):
+    """A decode step that a backend records once, for all batches that it holds."""
+
+    rows: int
+    adapted: bool
+    """True where rows may have adapters."""
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:

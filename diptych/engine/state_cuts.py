@@ -7,6 +7,7 @@ A token reads the page of the token before it and leaves its states in that of i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from diptych.engine.batch import SequenceStep
@@ -41,6 +42,13 @@ def state_cuts(step: SequenceStep) -> list[StateCut]:
     return cuts if step.kept_tokens == whole else [*cuts, StateCut(whole, None)]
 
 
+def row_pages(step: SequenceStep) -> tuple[list[int] | None, list[int]]:
+    """Return the pages that a share of one token reads, None before the first token, and writes."""
+    size = step.memory.layout.block_size
+    own = _page(step, step.start // size)
+    return (own if step.start % size else page_before(step)), own
+
+
 def page_tables(pages: Sequence[Sequence[int] | None], blocks: int, absent: int) -> list[int]:
     """Return pages of so many blocks one after the other, `absent` for each block of a missing one."""
     return [block for page in pages for block in ([absent] * blocks if page is None else page)]
@@ -48,4 +56,4 @@ def page_tables(pages: Sequence[Sequence[int] | None], blocks: int, absent: int)
 
 def _page(step: SequenceStep, place: int) -> list[int]:
     """Return the blocks of a place's page."""
-    return [table[place - step.window_first] for table in step.window_tables]
+    return list(map(itemgetter(place - step.window_first), step.window_tables))

@@ -13,6 +13,7 @@ class DispatchedPrompts:
         requests: whose prompts these are.
         stalled_tokens: of prompts that no worker can take now.
         stalled: requests whose prompts these are.
+        given: of these, without a place meanwhile.
     """
 
     def __init__(self) -> None:
@@ -20,6 +21,7 @@ class DispatchedPrompts:
         self.requests = 0
         self.stalled_tokens = 0
         self.stalled = 0
+        self.given = 0
 
     def add(self, ticket: Ticket) -> None:
         """Count a request that was admitted."""
@@ -41,13 +43,20 @@ class DispatchedPrompts:
     def resume(self, ticket: Ticket) -> None:
         """Count a request that stalled as one that workers have."""
         ticket.stalled = False
+        self.given -= ticket.given is not None
         self.stalled_tokens -= ticket.tokens
         self.stalled -= 1
         self.add(ticket)
+
+    @property
+    def held_up(self) -> int:
+        """Number of requests that stall and keep their places."""
+        return self.stalled - self.given
 
     def invariants(self, waiting_tokens: int, running: int) -> None:
         """Raise AssertionError when the counts do not add up to those of all requests."""
         known = self.tokens + self.stalled_tokens
         assert 0 <= known <= waiting_tokens, "tokens were given back twice"
-        assert 0 <= self.stalled <= running, "more requests stall than run"
+        assert 0 <= self.given <= self.stalled, "more requests gave their places than stall"
+        assert self.held_up <= running, "more requests stall than run"
         assert self.stalled or not self.stalled_tokens, "tokens stall without a request"

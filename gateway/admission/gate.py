@@ -54,10 +54,10 @@ class AdmissionGate:
         self._call_back([*([ticket] if ticket.admitted else ()), *self.queue.newly_admitted()])
         return ticket
 
-    def set_stalled(self, ticket: Ticket, stalled: bool) -> None:
+    def set_stalled(self, ticket: Ticket, stalled: bool, *, gives_place: bool = False) -> None:
         """Note whether a request waits for a worker that could take it, as `AdmissionQueue.stall` says."""
         if stalled:
-            self._call_back(self.queue.stall(ticket, self._clock()))
+            self._call_back(self.queue.stall(ticket, self._clock(), gives_place=gives_place))
         else:
             self.queue.resume(ticket, self._clock())
 

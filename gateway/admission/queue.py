@@ -12,7 +12,9 @@ that wait for their first sequence and requests that wait for more of them take 
 sequences it has.
 
 **Stalls.** A prompt that no worker can take now, as when all encode workers are lost, does not count as one
-that workers have: others pass it, and while nothing else is at work, no throughput is measured.
+that workers have: others pass it, and while nothing else is at work, no throughput is measured. One that
+waits for encode workers alone gives its place and its memory to others, whose workers are all there. It takes
+them back when it goes on, beyond the limits if need be. Its prompt counts in the bound of waiting tokens.
 
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
 there are several tenants, one that is alone leaves a part to the others. What tenants get at other
@@ -218,11 +220,18 @@ class AdmissionQueue:
             self._elsewhere.note_waiting(tenant)
         return ticket
 
-    def stall(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """Note that no worker can take an admitted request, which has no token; return the newly admitted."""
-        if ticket.stalled or ticket.prefilled or ticket.over or not ticket.admitted:
+    def stall(self, ticket: Ticket, now: float, *, gives_place: bool = False) -> list[Ticket]:
+        """Note that no worker can take an admitted request, which has no token; return the newly admitted.
+
+        ``gives_place``: others may have its places and memory until it resumes.
+        """
+        if ticket.prefilled or ticket.over or not ticket.admitted:
             return []
-        self._prompts.stall(ticket)
+        if not ticket.stalled:
+            self._prompts.stall(ticket)
+        if gives_place and ticket.given is None:
+            self._running.give(ticket)
+            self._prompts.given += 1
         if not self._is_busy:
             self.rate.pause(now)
         return self._admit(now)
@@ -232,10 +241,11 @@ class AdmissionQueue:
         if not ticket.stalled:
             return
         if now is not None:
-            if self.running == self._prompts.stalled:  # whatever waits, waited for these
+            if self.running == self._prompts.held_up:  # whatever waits, waited for these
                 self.rate.skip(now)
             self.rate.begin(now)
         self._prompts.resume(ticket)
+        self._running.take_back(ticket)
 
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Note a request's first token, once: its prompt no longer waits. Return the newly admitted."""
@@ -255,7 +265,7 @@ class AdmissionQueue:
 
         ``now`` updates the average stay, ``output_tokens`` the tenant's average length.
         """
-        started_at = ticket.running.get(choice)
+        started_at = (ticket.running or ticket.given or {}).get(choice)
         if started_at is None or ticket.together:
             return []
         self._learn(ticket, started_at, now, output_tokens)
@@ -284,7 +294,8 @@ class AdmissionQueue:
     def invariants(self) -> None:
         """Raise AssertionError when the counts do not add up; for tests and idle checks."""
         self._running.invariants()
-        assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
+        admitted = self.sequences - self._running.returned
+        assert admitted <= self._max_running or self.running == 1, "too many sequences run"
         self._prompts.invariants(self.waiting_tokens, self.running)
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
@@ -302,7 +313,7 @@ class AdmissionQueue:
     @property
     def _is_busy(self) -> bool:
         """True while workers have prompts, or hold up those that wait."""
-        all_stall = bool(self._prompts.stalled) and self.running == self._prompts.stalled
+        all_stall = bool(self._prompts.stalled) and self.running == self._prompts.held_up
         return self.waiting_tokens > self._prompts.stalled_tokens and not all_stall
 
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:

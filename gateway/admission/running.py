@@ -16,6 +16,7 @@ class RunningSequences:
         requests: with a running sequence.
         sequences: that run.
         extras: of these, beyond the first of each request.
+        returned: of these, that took back places that they had given.
         by_tenant: sequences that run; tenants without any are left out.
     """
 
@@ -24,6 +25,7 @@ class RunningSequences:
         self.requests = 0
         self.sequences = 0
         self.extras = 0
+        self.returned = 0
         self.by_tenant: Counter[str] = Counter()
 
     def start(self, ticket: Ticket, count: int, now: float) -> None:
@@ -33,8 +35,23 @@ class RunningSequences:
         self._change(ticket, ticket.running | dict.fromkeys(range(first, ticket.started), now))
 
     def stop(self, ticket: Ticket, choices: Sequence[int]) -> None:
-        """End these sequences of a request, which run."""
+        """End these sequences of a request, which run or have given their places."""
+        if ticket.given is not None:
+            ticket.given = {index: at for index, at in ticket.given.items() if index not in choices}
         self._change(ticket, {index: at for index, at in ticket.running.items() if index not in choices})
+
+    def give(self, ticket: Ticket) -> None:
+        """Give the places and the memory of a request's sequences to others."""
+        given = ticket.running
+        self._change(ticket, {})
+        ticket.given, ticket.returned = given, False
+
+    def take_back(self, ticket: Ticket) -> None:
+        """Let the sequences of a request run again that gave their places, beyond the limit if need be."""
+        if ticket.given is not None:
+            given, ticket.given = ticket.given, None
+            ticket.returned = True
+            self._change(ticket, given)
 
     def fits(self, ticket: Ticket, more: int) -> bool:
         """Return whether there is KV memory for ``more`` sequences of a request."""
@@ -45,6 +62,7 @@ class RunningSequences:
         assert 0 <= self.requests <= self.sequences, "a request runs without a sequence"
         assert self.sequences == self.by_tenant.total(), "tenants' sequences do not add up"
         assert 0 <= self.extras <= self.sequences - self.requests, "too many sequences beyond the first"
+        assert 0 <= self.returned <= self.sequences, "too many sequences have come back"
         assert self._kv.reserved >= 0, "memory was given back twice"
 
     def _change(self, ticket: Ticket, running: dict[int, float]) -> None:
@@ -54,6 +72,7 @@ class RunningSequences:
         self.requests += (after > 0) - (before > 0)
         self.sequences += after - before
         self.extras += ticket.extras - extras
+        self.returned += (after - before) * ticket.returned
         self.by_tenant[ticket.tenant] += after - before
         if not self.by_tenant[ticket.tenant]:
             del self.by_tenant[ticket.tenant]

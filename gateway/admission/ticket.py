@@ -21,6 +21,8 @@ class Ticket:
         queued_kv: tokens counted as waiting while it is queued.
         stalled: no worker can take it now; see `AdmissionQueue.stall`.
         has_stalled: it was so at some time.
+        given: its sequences with the times of their starts, while others have their places and memory.
+        returned: they have taken them back.
     """
 
     tokens: int
@@ -37,7 +39,9 @@ class Ticket:
     over: bool = False
     stalled: bool = False
     has_stalled: bool = False
+    returned: bool = False
     running: dict[int, float] = field(default_factory=dict, repr=False)
+    given: dict[int, float] | None = field(default=None, repr=False)
     _announced: int = field(default=0, repr=False)
 
     @property

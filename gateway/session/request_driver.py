@@ -69,11 +69,11 @@ class RequestDriver:
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
     ``on_stall`` is called, before the first token, whenever the request begins to wait for a worker that
-    could take it (True) and when one has (False). ``on_first_token`` is called once, when the first token of
-    any output is there. ``on_choice_end`` is called when the workers have nothing more to do for a choice;
-    `state.over` is true at the last one, and at an error of the whole request. ``on_output`` is called for
-    all output, before a client reads it, and ``on_token_latency`` with each piece of a choice but its first:
-    seconds since the last, and tokens.
+    could take it (True) and when one has (False), and with whether encode workers alone could.
+    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
+    called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
+    an error of the whole request. ``on_output`` is called for all output, before a client reads it, and
+    ``on_token_latency`` with each piece of a choice but its first: seconds since the last, and tokens.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class RequestDriver:
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
-        self.on_stall: Callable[[bool], None] = lambda stalled: None
-        self.stalled = False  # as `on_stall` was told
+        self.on_stall: Callable[[bool, bool], None] = lambda stalled, awaits_encoder: None
+        self.stall = False, False  # as `on_stall` was told
         self.on_choice_end: Callable[[int], None] = lambda choice: None
         self.on_output: Callable[[Emit], None] | None = None
         self.on_token_latency: Callable[[float, int], None] = lambda seconds, tokens: None
@@ -259,9 +259,11 @@ class RequestDriver:
                 return
 
     def _note_stall(self) -> None:
-        if self.first_token_at is None and self.state.stalled is not self.stalled:
-            self.stalled = not self.stalled
-            self.on_stall(self.stalled)
+        if self.first_token_at is None:
+            stall = self.state.stalled, self.state.awaits_encoder
+            if stall != self.stall:
+                self.stall = stall
+                self.on_stall(*stall)
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -108,6 +108,14 @@ class RequestState:
         live = [choice for choice in self.choices if not choice.over]
         return any(one.history.waits for one in live) and not any(one.working for one in live)
 
+    @property
+    def awaits_encoder(self) -> bool:
+        """True while all that it waits for is an encode worker, as requests of text do not."""
+        live = [choice for choice in self.choices if not choice.over]
+        return self.stalled and all(
+            one.history.waiting_for is Role.ENCODE for one in live if one.history.waits
+        )
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event and return the actions due at once; call `settle` after the last of a moment."""
         match event:

@@ -184,7 +184,7 @@ def short_conv(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels/causal_conv.py."""
+    """See kernels/causal_conv.py; rows of `x [rows, 3 * W]` may lie apart."""
     return _launch(x, weight, bias, runs, first, out, gated=True, silu=False)
 
 

@@ -120,7 +120,7 @@ def begin_states(runs: StateRuns) -> torch.Tensor:
 
 
 def end_states(runs: StateRuns, hidden: torch.Tensor) -> torch.Tensor:
-    """See kernels/state_pages.py."""
+    """See kernels/state_pages.py; `hidden [rows, H]` is dense."""
     width = check_dense("hidden", hidden).shape[1]
     _end_states[(runs.sequences,)](
         runs.pool.view(torch.int32),

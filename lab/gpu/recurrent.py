@@ -106,9 +106,9 @@ def _delta(name: str, key_heads: int, heads: int, keys: int, values: int) -> Lay
         rule = DeltaRule(key_heads, heads, keys, values, few, few, norm, 1e-6)
         conv = torch.randn(tokens, channels, device=device)
         mixed = torch.randn(tokens, channels + wide + 2 * heads, device=device).to(_BF16)
-        rooms = tuple(torch.empty(tokens, heads * width, device=device) for width in (keys, DELTA_CHUNK))
+        room, within = (torch.empty(tokens, heads * width, device=device) for width in (keys, DELTA_CHUNK))
         out = torch.empty(tokens, wide, device=device, dtype=_BF16)
-        return lambda runs: delta_rule(conv, mixed, rule, runs, 0, rooms=rooms, out=out)
+        return lambda runs: delta_rule(conv, mixed, rule, runs, 0, rooms=(room, within), out=out)
 
     return Layer(name, heads * keys * values, 4 * channels + 2 * 2 * wide, make)
 

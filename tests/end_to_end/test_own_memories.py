@@ -49,7 +49,7 @@ def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> No
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         log = stack.log.read_text()
         assert "transport cuda_shared between 2 ranks there and those here" in log
-        assert log.count("memory in MiB: weights") >= 2, "each worker's rank 1 says what it holds"
+        assert log.count("memory of rank 1 in MiB: weights") >= 2, "each worker says what its rank 1 holds"
         assert stack.metric("decode", "diptych_kv_transfer_bytes_total") == 0
         longer = [*PROMPTS[2], *expected[2], 7, 9]
         (after,) = alone(model, 2, [longer], TOKENS, backend="torch")

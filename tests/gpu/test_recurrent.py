@@ -15,7 +15,8 @@ from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
-from diptych.engine.models.recurrent import ShortConvShape
+from diptych.engine.models.recurrent import RecurrentShape, ShortConvShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, ScanShape, SpaceShape
 from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
 from tests.end_to_end.test_recurrent import ANSWER, PROMPTS, answers, best, serving
@@ -30,10 +31,20 @@ ROWS, LENGTH, SIZE = 5, 700, 16
 DEVICE = torch.device("cuda:0")
 
 
-def short_convolutions() -> ModelShape:
-    """Return a shape like LFM2's: ten layers, of which three attend."""
-    conv = LayerShape(attention=False, recurrent=ShortConvShape(512, 3))
-    layers = tuple(LayerShape() if layer in (2, 5, 8) else conv for layer in range(10))
+KINDS: dict[str, RecurrentShape] = {
+    "short convolution": ShortConvShape(512, 3),
+    "delta rule": DeltaShape(4, 8, 128, 128, 4),
+    "delta rule of odd sizes": DeltaShape(3, 6, 96, 192, 4, apart=True, largest_rate=2.0),
+    "Mamba-2": SpaceShape(8, 64, 1, 128, 4),
+    "Mamba-2 in groups": SpaceShape(6, 128, 2, 256, 4, norm="before_gate"),
+    "Mamba": ScanShape(1024, 16, 4, 32),
+}
+
+
+def hybrid(kind: str) -> ModelShape:
+    """Return a shape like LFM2's: ten layers, of which three attend; the others are of `kind`."""
+    kept = LayerShape(attention=False, recurrent=KINDS[kind])
+    layers = tuple(LayerShape() if layer in (2, 5, 8) else kept for layer in range(10))
     shape = shape_of(
         max_context=2048, head_dim=64, num_heads=8, num_kv_heads=2, hidden_size=512, layers=layers
     )
@@ -67,10 +78,11 @@ class Case:
         return self.torch.forward([SequenceStep(memory, table, 0, part, True, window_tables=pages)], None)[0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prompts_and_decode_steps_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_prompts_and_decode_steps_are_those_of_torch(kind: str, dtype: torch.dtype) -> None:
     """Recorded and eager prompts, of several sequences at once, then recorded decode steps."""
-    case = Case(short_convolutions(), dtype)
+    case = Case(hybrid(kind), dtype)
     near = {"atol": 2e-3, "rtol": 0.0} if dtype == torch.float32 else {"atol": 0.3, "rtol": 0.1}
     ends = [0] * ROWS
     for counts in ((100, 17, 600, 5, 1), (12, 64, 3, 1, 90), (1,) * ROWS, (1,) * ROWS, (1,) * ROWS):
@@ -85,8 +97,9 @@ def test_prompts_and_decode_steps_are_those_of_torch(dtype: torch.dtype) -> None
     assert stale.isnan().any(dim=1).tolist() == [True, False]
 
 
-def test_steps_launched_ahead_sample_what_single_steps_do() -> None:
-    case = Case(short_convolutions(), torch.bfloat16)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_launched_ahead_sample_what_single_steps_do(kind: str) -> None:
+    case = Case(hybrid(kind), torch.bfloat16)
 
     def run(ahead: bool) -> list[list[int]]:
         begun = case.backend.forward([case.step(row, 0, 40 + 9 * row) for row in range(ROWS)], None)

@@ -1,8 +1,9 @@
 """Orders of rank 0 to another rank, over two pipes.
 
 plans    StepPlan; where torch computes, and in a step of the Triton backend that is not recorded, answered
-         with an empty message when the rank has written its share. Recordings are answered so when made;
-         PlaceAdapter and DropAdapter between steps are not answered
+         with an empty message when the rank has written its share. Recordings are answered so when made, and
+         with the reason, in UTF-8, where they cannot be; DropRecording, PlaceAdapter and DropAdapter are not
+         answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
          CountBlocks, MeasureMemory, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are
          answered: with None, CountBlocks with a CardRoom, MeasureMemory with a RankMemory, or with RankFailed
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.engine.batch import DecodeRecording
 from diptych.engine.dtype import KVCacheDtype, Precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.parallel.gloo_communicator import LOOPBACK
@@ -166,10 +168,17 @@ class PlanDecode:
 
 
 @dataclass(frozen=True)
-class PrepareDecode:
+class UseDecode:
     """Order to record decode steps over memory `number`."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class RecordDecode:
+    """Order to record one decode step: every rank records those that rank 0 asks for."""
+
+    recording: DecodeRecording
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,14 @@ class RecordPrompt:
     """Order to make one of the recordings that were planned: every rank makes those that rank 0 asks for."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class DropRecording:
+    """Order to forget a recording that some rank could not make."""
+
+    order: RecordDecode | RecordPrompt
+    why: str
 
 
 @dataclass(frozen=True)
@@ -378,9 +395,9 @@ Order = (
     | DropMemory
     | AdapterQuestion
 )
-Recording = PlanDecode | PrepareDecode | PlanPrompts | RecordPrompt
+Recording = PlanDecode | UseDecode | RecordDecode | PlanPrompts | RecordPrompt
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
-Planned = StepPlan | Recording | AdapterOrder | BlockOrder
+Planned = StepPlan | Recording | DropRecording | AdapterOrder | BlockOrder
 MappingOrder = OfferMemory | NoteSource | FenceWriter | CheckShares | MapTargets | CopyShares | UnmapTargets
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare | MappingOrder

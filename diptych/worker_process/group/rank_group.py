@@ -47,6 +47,7 @@ from diptych.runtime.settings import StartupError
 from diptych.worker_process.group.orders import (
     CONNECTIONS,
     AdapterOrder,
+    DropRecording,
     Planned,
     RankFailed,
     RankReady,
@@ -243,7 +244,8 @@ class RankGroup:
         Blocks, so not on the event loop of a worker that serves. Raises GroupBroken.
         """
         self.rank_memory = self.memories.measure(layout, num_blocks, self.weight_bytes[0])
-        _log.info("memory of rank 0 in %s", self.rank_memory[0].describe())
+        for number, memory in enumerate(self.rank_memory):
+            _log.info("memory of rank %d in %s", number, memory.describe())
 
     def sums_of(self, number: int) -> int:
         """Return the file in memory in which the ranks of a process' stage exchange sums in a native step;
@@ -259,7 +261,7 @@ class RankGroup:
         for rank in self._others:
             rank.send_plan(plan)
 
-    def send_order(self, order: AdapterOrder) -> None:
+    def send_order(self, order: AdapterOrder | DropRecording) -> None:
         """Have the other ranks do something between two steps. Raises OSError."""
         for rank in self._others:
             rank.send_plan(order)
@@ -268,6 +270,14 @@ class RankGroup:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""
         for rank in self._others:
             rank.plans.recv_bytes()
+
+    def end_recording(self) -> str | None:
+        """Wait until every rank has made a recording; return which one could not, and why.
+
+        Raises EOFError, OSError.
+        """
+        answers = [rank.plans.recv_bytes().decode() for rank in self._others]
+        return next((f"rank {number}: {why}" for number, why in enumerate(answers, start=1) if why), None)
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """See `WriterRanks.map_pool`."""

@@ -104,13 +104,11 @@ class Memories:
             close(fd)
 
     def _measure(self, layout: KVLayout, num_blocks: int) -> RankMemory:
-        """Return what this rank's memory is taken by, and log it."""
+        """Return what this rank's memory is taken by."""
         a_block = 0 if self._share is None else self._share.narrow(layout).bytes_per_block
         own = [self.mapped[number] for number in self._files]
         allocated = sum(memory.data.nbytes for memory in own)
-        found = measure_rank(self.device, self._weights, a_block * num_blocks, allocated)
-        _log.info("memory in %s", found.describe())
-        return found
+        return measure_rank(self.device, self._weights, a_block * num_blocks, allocated)
 
     def _carry_out(self, order: Order) -> CardRoom | RankMemory | RankFailed | None:
         try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from diptych.engine.parallel.cards import name_of_card
 
 _MIB = 1 << 20
 
@@ -20,6 +24,10 @@ class RankMemory:
     """Recordings, buffers and tables on a GPU; 0 on a CPU, where they are not counted."""
     left: int | None = None
     """Free on its GPU beside all that; None on a CPU, whose memory the ranks share."""
+    coming: int = 0
+    """Bytes of the blocks that are not allocated yet: a peer has to need them first."""
+    card: str = ""
+    """Name of the GPU, the same for every rank that is on it; empty on a CPU."""
 
     def describe(self) -> str:
         """Return the uses as words for a log."""
@@ -29,13 +37,33 @@ class RankMemory:
         return f"MiB: {', '.join(uses)}"
 
 
-def split_device_memory(*, weights: int, blocks: int, allocated: int, reserved: int, free: int) -> RankMemory:
+def split_device_memory(
+    *, weights: int, blocks: int, allocated: int, reserved: int, free: int, card: str = ""
+) -> RankMemory:
     """Return the uses of a GPU on which tensors take `reserved` bytes, and `free` are free.
 
     `allocated` of a rank's `blocks` are there already; the rest comes when a peer first needs it.
     """
     other = max(0, reserved - weights - allocated)
-    return RankMemory(weights, blocks, other, free - max(0, blocks - allocated))
+    coming = max(0, blocks - allocated)
+    return RankMemory(weights, blocks, other, free - coming, coming, card)
+
+
+def share_cards(ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    """Return the uses of all ranks of a group, with what is left beside the blocks to come of every rank that
+    is on the same GPU.
+    """
+    coming: Counter[str] = Counter()
+    free: dict[str, int] = {}
+    for rank in ranks:
+        if rank.left is not None:
+            coming[rank.card] += rank.coming
+            found = rank.left + rank.coming
+            free[rank.card] = min(free.get(rank.card, found), found)
+    return [
+        rank if rank.left is None else replace(rank, left=free[rank.card] - coming[rank.card])
+        for rank in ranks
+    ]
 
 
 def measure_rank(device: torch.device, weights: int, blocks: int, allocated: int) -> RankMemory:
@@ -50,4 +78,5 @@ def measure_rank(device: torch.device, weights: int, blocks: int, allocated: int
         allocated=allocated,
         reserved=torch.cuda.memory_reserved(device),
         free=torch.cuda.mem_get_info(device)[0],
+        card=name_of_card(device),
     )

@@ -32,7 +32,7 @@ from diptych.worker_process.group.orders import (
     RankFailed,
     RegisterPool,
 )
-from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank, share_cards
 from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool, allocate_share
 
@@ -142,19 +142,23 @@ class SharedMemories:
             MeasureMemory(self.layout_of_ranks(layout), num_blocks),
             lambda: measure_rank(self._device, weights, size, min(size, allocated)),
         )
-        return [mine, *others]
+        return share_cards([mine, *others])
 
     def _answers(self, order: Order, compute: Callable[[], _Own]) -> tuple[_Own, list[Any]]:
         """Send a question to all ranks; return what `compute` returns here meanwhile, and their answers.
 
-        Raises GroupBroken.
+        Raises GroupBroken, and what `compute` raises: answers are read even then, or a later order would be
+        answered by them.
         """
+        answers: list[Any] = []
         try:
             with self._lock:
                 for _, control in self._controls:
                     control.send(order)
-                own = compute()
-                answers = [control.recv() for _, control in self._controls]
+                try:
+                    own = compute()
+                finally:
+                    answers += [control.recv() for _, control in self._controls]
         except (OSError, EOFError) as error:
             raise GroupBroken(f"a rank is gone: {error!r}") from error
         finally:

@@ -16,9 +16,10 @@ from typing import TypeVar
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.triton.cuda_graph import CaptureFailed
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, log_late
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.batch import AbortWords, DecodeRecording, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.parallel.step_plan import StepPlan, make_plan
@@ -26,11 +27,13 @@ from diptych.engine.sampling import SampleRow
 from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.native_group_backend import GroupStep
 from diptych.worker_process.group.orders import (
+    DropRecording,
     PlanDecode,
     PlanPrompts,
-    PrepareDecode,
+    RecordDecode,
     Recording,
     RecordPrompt,
+    UseDecode,
 )
 from diptych.worker_process.group.rank_group import RankGroup
 
@@ -40,7 +43,8 @@ _Result = TypeVar("_Result")
 class TritonGroupBackend:
     """Executes steps with the other ranks: sends the plan of each and computes `own` parts.
 
-    An error within a step ends the process: the ranks are out of step then.
+    An error within a step ends the process: the ranks are out of step then. A recording that a rank cannot
+    capture is dropped by all.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class TritonGroupBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
+        self._record_missing(sequences)
         return self._together(
             self._plan(sequences),
             lambda: self._own.forward_and_sample(sequences, rows, abort),
@@ -90,6 +95,7 @@ class TritonGroupBackend:
         abort: AbortWords | None,
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: what was recorded can be launched."""
+        self._record_missing(sequences)
         if not self._own.launches(sequences):
             return None
         launched = self._together(
@@ -108,8 +114,20 @@ class TritonGroupBackend:
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """See `GraphBackend.prepare_decode`."""
-        order = PrepareDecode(self._group.memories.number_of(memory))
-        self._together(order, lambda: self._own.prepare_decode(memory))
+        order = UseDecode(self._group.memories.number_of(memory))
+        for recording in self._together(order, lambda: self._own.use_decode(memory)):
+            self._record_decode(recording)
+
+    def _record_missing(self, sequences: Sequence[SequenceStep]) -> None:
+        """Record what this decode step needs, as far as all ranks can."""
+        while (missing := self._own.missing(sequences)) is not None:
+            self._record_decode(missing)
+
+    def _record_decode(self, recording: DecodeRecording) -> None:
+        """Have all ranks record a decode step, or none."""
+        why = self._recorded(RecordDecode(recording), partial(self._own.record_decode, recording))
+        if why is not None:
+            self._own.drop_decode(recording, why)
 
     def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
         """See `PromptGraphBackend.record_prompts`.
@@ -123,8 +141,29 @@ class TritonGroupBackend:
             if time.monotonic() > end:
                 log_late(number, self._recording_s)
                 return number
-            self._together(RecordPrompt(number), partial(self._own.record_prompt, number))
+            why = self._recorded(RecordPrompt(number), partial(self._own.record_prompt, number))
+            if why is not None:
+                self._own.drop_prompt(number, why)
+                return number
         return planned
+
+    def _recorded(self, order: RecordDecode | RecordPrompt, record: Callable[[], None]) -> str | None:
+        """Have all ranks make a recording, this one by `record`; return why one of them could not capture it:
+        the others forget it then.
+        """
+
+        def agree() -> str | None:
+            own = None
+            try:
+                record()
+            except CaptureFailed as error:
+                own = f"rank 0: {error}"
+            others = self._group.end_recording()
+            if (why := own or others) is not None:
+                self._group.send_order(DropRecording(order, why))
+            return why
+
+        return self._together(order, agree, answered=False)
 
     def _plan(self, sequences: Sequence[SequenceStep]) -> StepPlan:
         return make_plan(sequences, self._group.memories.number_of)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from diptych.worker_process.group.rank_memory import RankMemory, measure_rank, split_device_memory
+from diptych.engine.kv.kv_memory import KVLayout
+from diptych.worker_process.group import shared_memories
+from diptych.worker_process.group.rank_memory import (
+    RankMemory,
+    measure_rank,
+    share_cards,
+    split_device_memory,
+)
 from diptych.worker_process.group.rank_status import rank_statuses
+from diptych.worker_process.group.shared_memories import SharedMemories
 
 MIB = 1 << 20
 TOTAL, CONTEXT = 1000, 100
@@ -22,8 +31,42 @@ def test_uses_add_up_whether_the_blocks_are_there_or_to_come(allocated: int, lef
     found = split_device_memory(
         weights=300, blocks=400, allocated=allocated, reserved=reserved, free=TOTAL - CONTEXT - reserved
     )
-    assert found == RankMemory(300, 400, 25, left)
+    assert found == RankMemory(300, 400, 25, left, 400 - allocated)
     assert CONTEXT + found.weights + found.blocks + found.other + left == TOTAL
+
+
+def test_ranks_on_a_card_leave_room_for_the_blocks_that_all_of_them_get() -> None:
+    """Two ranks of one card: none of their blocks is there yet, and each sees the same memory free."""
+    free, sizes = 900, (400, 300)
+    ranks = [
+        split_device_memory(weights=0, blocks=size, allocated=0, reserved=0, free=free, card="GPU-1")
+        for size in sizes
+    ]
+    assert [rank.left for rank in ranks] == [500, 600], "the control: each counts its own alone"
+    other = split_device_memory(weights=0, blocks=50, allocated=0, reserved=0, free=900, card="GPU-2")
+    on_cpu = RankMemory(1, 2)
+    found = share_cards([*ranks, other, on_cpu])
+    assert [rank.left for rank in found] == [free - sum(sizes), free - sum(sizes), 850, None]
+    assert [rank.blocks for rank in found] == [*sizes, 50, 2]
+
+
+def test_ranks_whose_blocks_are_there_have_what_is_free() -> None:
+    """One of them was measured while the other kept memory that it gave back afterwards."""
+    ranks = [
+        split_device_memory(weights=0, blocks=400, allocated=400, reserved=400, free=free, card="GPU-1")
+        for free in (200, 150)
+    ]
+    assert [rank.left for rank in share_cards(ranks)] == [150, 150]
+
+
+def test_the_questions_of_a_group_count_a_shared_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    rank = RankMemory(0, 300, 0, 600, 300, "GPU-1")
+    monkeypatch.setattr(shared_memories, "measure_rank", lambda *_: RankMemory(0, 400, 0, 500, 400, "GPU-1"))
+    theirs.send(rank)
+    layout = KVLayout(1, 1, 8, 16, torch.float32)
+    found = SharedMemories([(0, ours)]).measure(layout, 5, 0)
+    assert [one.left for one in found] == [200, 200]
 
 
 def test_a_line_names_each_use() -> None:

@@ -164,7 +164,12 @@ def engine_on(card: int) -> Any:
     )
     memory = GpuMemory("cuda:0", card, lambda: 0)
     return SimpleNamespace(
-        model=model, memory=memory, layout=STEP_LAYOUT, group=None, runner=SimpleNamespace(recorded_prompts=0)
+        model=model,
+        memory=memory,
+        layout=STEP_LAYOUT,
+        parts=1,
+        group=None,
+        runner=SimpleNamespace(recorded_prompts=0),
     )
 
 

@@ -370,6 +370,43 @@ def test_stalled_prompts_do_not_hold_up_others() -> None:
     queue.invariants()
 
 
+def test_places_of_prompts_that_wait_for_encode_workers_go_to_others() -> None:
+    """Four places and the memory of four: requests of text run at once, and all go on with the worker."""
+    queue = AdmissionQueue(4, 1_000_000)
+    queue.kv.resize(4 * 112, 16)
+    images = [queue.enqueue(84, max_tokens=20, now=0.0) for _ in range(6)]
+    waiting = queue.enqueue(84, max_tokens=20, now=0.0)
+    for ticket in images:
+        queue.stall(ticket, 0.0, gives_place=True)
+        queue.stall(ticket, 0.0, gives_place=True)  # no second time
+        queue.invariants()
+    assert queue.running == 1, "the one of text"
+    assert queue.kv.reserved == waiting.kv_tokens
+    texts = [waiting, *(queue.enqueue(84, max_tokens=20, now=0.0) for _ in range(5))]
+    for ticket in texts[:4]:
+        queue.prefilled(ticket, 0.5)
+    assert [ticket.admitted for ticket in texts] == [True] * 4 + [False] * 2
+    for ticket in images:
+        queue.resume(ticket, 1.0)
+        queue.invariants()
+    assert queue.running == 10, "six came back"
+    for ticket in [*images, texts[0]]:
+        assert not texts[4].admitted
+        queue.leave(ticket, 2.0)
+        queue.invariants()
+    assert (queue.running, texts[4].admitted, texts[5].admitted) == (4, True, False)
+    assert queue.kv.reserved == sum(ticket.kv_tokens for ticket in texts[1:5])
+
+
+def test_places_of_prompts_that_wait_for_other_workers_stay_theirs() -> None:
+    """The control: others of a pair may be away for all, which then wait in the order of their tenants."""
+    queue = AdmissionQueue(4, 1_000_000)
+    for _ in range(4):
+        queue.stall(queue.enqueue(84, now=0.0), 0.0)
+    assert not queue.enqueue(84, now=0.0).admitted
+    queue.invariants()
+
+
 class QueueMachine(RuleBasedStateMachine):
     @initialize(running=st.integers(1, 9), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
     def begin(self, running: int, tokens: int, blocks: int) -> None:
@@ -420,7 +457,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stall(self, data: st.DataObject) -> None:
         self.now += 0.1
-        for admitted in self.queue.stall(data.draw(st.sampled_from(self.alive)), self.now):
+        ticket, gives_place = data.draw(st.sampled_from(self.alive)), data.draw(st.booleans())
+        for admitted in self.queue.stall(ticket, self.now, gives_place=gives_place):
             assert admitted in self.alive
 
     @precondition(lambda self: self.alive)
@@ -454,11 +492,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.invariants()
         assert self.queue.running == sum(bool(t.running) for t in self.alive)
         assert self.queue.sequences == sum(len(t.running) for t in self.alive)
-        assert not self.alive or self.queue.running, "nothing runs, and requests wait"
+        gave = sum(t.given is not None for t in self.alive)
+        assert len(self.alive) == gave or self.queue.running, "nothing runs, and requests wait"
         kv = self.queue.kv
         assert kv.reserved == sum(t.kv_tokens for t in self.alive)
         assert kv.capacity is not None
-        assert kv.reserved <= kv.capacity or self.queue.running == 1
+        came_back = any(t.returned for t in self.alive)
+        assert kv.reserved <= kv.capacity or self.queue.running == 1 or came_back
         assert all(t.admitted and t in self.alive for t in self.queue.newly_admitted())
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)

@@ -106,7 +106,7 @@ def compare(
     kept: float = 2e-5,
     **more: Any,
 ) -> None:
-    """Compare outputs of the rows of `runs` within `tolerance`, and all of the pages' memory within `kept`."""
+    """Compare outputs of the rows of `runs` within `tolerance`, and all of their memory within `kept`."""
     conv, mixed = given
     theirs = on_cpu(runs)
     out = torch.full((len(conv), width), torch.nan, device=conv.device, dtype=mixed.dtype)

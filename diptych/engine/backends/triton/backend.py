@@ -38,7 +38,14 @@ from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGrap
 from diptych.engine.backends.triton.recurrent.mixers import pack_mixer
 from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.backends.triton.step_plan import MOST_TREE_TOKENS, pack_step
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
+from diptych.engine.batch import (
+    AbortWords,
+    DecodeRecording,
+    Launched,
+    SequenceStep,
+    StepOutput,
+    given_embeddings,
+)
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.models.shape import ModelShape
@@ -166,8 +173,8 @@ class TritonBackend:
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
         with self._current(), torch.no_grad():
-            if self._graphs is not None and self._graphs.accepts(sequences):
-                return self._graphs.launch(sequences, draws, abort).collect()
+            if (graphs := self._recorded(sequences)) is not None:
+                return graphs.launch(sequences, draws, abort).collect()
             if self._prompts is not None and self._prompts.accepts(sequences):
                 return self._replay_prompts(self._prompts.launch(sequences, abort), draws, abort)
             computed = self._compute(sequences, abort)
@@ -178,8 +185,20 @@ class TritonBackend:
             return replace(launch_sampling(self._layers, logits, draws)(), hidden=hidden)
 
     def launches(self, sequences: Sequence[SequenceStep]) -> bool:
-        """Return whether `launch` begins this step."""
+        """Return whether `launch` begins this step, unless what is missing for it cannot be recorded."""
         return self._graphs is not None and self._graphs.accepts(sequences)
+
+    def missing(self, sequences: Sequence[SequenceStep]) -> DecodeRecording | None:
+        """Return the decode step to record before this one; see `DecodeGraphs.missing`."""
+        return None if self._graphs is None else self._graphs.missing(sequences)
+
+    def _recorded(self, sequences: Sequence[SequenceStep]) -> DecodeGraphs | None:
+        """Return the graphs among which this step is, recorded now if need be; None if it is not."""
+        if self._graphs is None:
+            return None
+        while (missing := self._graphs.missing(sequences)) is not None:
+            self._graphs.record_or_drop(missing)
+        return self._graphs if self._graphs.accepts(sequences) else None
 
     def launch(
         self,
@@ -189,9 +208,8 @@ class TritonBackend:
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: what was captured can be launched."""
         with self._current(), torch.no_grad():
-            if self._graphs is None or not self.launches(sequences):
-                return None
-            return self._graphs.launch(sequences, draws, abort)
+            graphs = self._recorded(sequences)
+            return None if graphs is None else graphs.launch(sequences, draws, abort)
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`."""
@@ -220,10 +238,29 @@ class TritonBackend:
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """See `GraphBackend.prepare_decode`."""
+        for recording in self.use_decode(memory):
+            with self._current(), torch.no_grad():
+                self._planned_graphs.record_or_drop(recording)
+
+    def use_decode(self, memory: KVMemory) -> Sequence[DecodeRecording]:
+        """Let decode steps be recorded over `memory`; return those that `prepare_decode` records."""
+        self._planned_graphs.use(memory)
+        return self._planned_graphs.planned
+
+    def record_decode(self, recording: DecodeRecording) -> None:
+        """Record one decode step. Raises CaptureFailed."""
+        with self._current(), torch.no_grad():
+            self._planned_graphs.record(recording)
+
+    def drop_decode(self, recording: DecodeRecording, why: str) -> None:
+        """See `DecodeGraphs.drop`."""
+        self._planned_graphs.drop(recording, why)
+
+    @property
+    def _planned_graphs(self) -> DecodeGraphs:
         if self._graphs is None:
             raise RuntimeError("decode steps were not planned")
-        with self._current(), torch.no_grad():
-            self._graphs.capture(memory)
+        return self._graphs
 
     def record_prompts(
         self,
@@ -260,6 +297,11 @@ class TritonBackend:
         assert self._prompts is not None, "prompt steps were planned"
         with self._current(), torch.no_grad():
             self._prompts.record_one(number)
+
+    def drop_prompt(self, number: int, why: str) -> None:
+        """See `PromptGraphs.drop`."""
+        assert self._prompts is not None, "prompt steps were planned"
+        self._prompts.drop(number, why)
 
     # ---- a recorded prompt step ----------------------------------------------------------------------
 

@@ -11,11 +11,18 @@ import torch
 Work = Callable[[], None]
 
 
+class CaptureFailed(RuntimeError):
+    """Work that was done and cannot be captured: it is computed without."""
+
+
 class GraphCapture(Protocol):
     """A way to make work repeatable: it reads and writes the same memory each time."""
 
     def capture(self, work: Work) -> Work:
-        """Return a function that does `work` again. `work` itself is done at least once before."""
+        """Return a function that does `work` again. `work` itself is done at least once before.
+
+        Raises CaptureFailed when that is over, and what `work` raises.
+        """
         ...
 
 
@@ -43,7 +50,10 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Work) -> Work:
-        """See `GraphCapture.capture`; `work` may neither wait for the device nor copy from the host."""
+        """See `GraphCapture.capture`; `work` may neither wait for the device nor copy from the host.
+
+        Nothing is computed while it is captured: a rank whose capture fails leaves no other waiting.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -62,6 +72,8 @@ class CudaGraphCapture:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 work()
+        except Exception as error:
+            raise CaptureFailed(str(error) or repr(error)) from error
         finally:
             if collecting:
                 gc.enable()

@@ -11,6 +11,7 @@ leave the device; what the host lays out for it goes into the other of two copie
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
+from diptych.engine.backends.triton.cuda_graph import CaptureFailed, GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import (
     BLOCKS,
     TURNS,
@@ -33,11 +34,13 @@ from diptych.engine.backends.triton.device_wait import StepNap
 from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep, TableRows
 from diptych.engine.backends.triton.recurrent.page_buffers import PageBuffers
-from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, window_cuts
+from diptych.engine.batch import AbortWords, DecodeRecording, SequenceStep, StepOutput, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
+
+_log = logging.getLogger(__name__)
 
 _NOT_FINITE = -1
 """Mark in place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
@@ -97,29 +100,79 @@ class DecodeGraphs:
         self._sample_scratch = layers.operators.make_sample_scratch(max_batch, shape.vocab_size, device)
         layers.rotary.reach(shape.max_context)  # a graph keeps the table that it was captured with
         self._memory: KVMemory | None = None
-        self._graphs: dict[tuple[int, bool], Work] = {}
-        """Captured steps by the number of rows, and whether rows may have adapters."""
+        self._graphs: dict[DecodeRecording, Work] = {}
+        self._dropped: set[DecodeRecording] = set()
 
     @property
     def count(self) -> int:
         """Number of graphs that there are, or will be."""
         return len(self._buckets)
 
-    def capture(self, memory: KVMemory) -> None:
-        """Capture the steps of all buckets over `memory`, the largest first.
+    @property
+    def planned(self) -> list[DecodeRecording]:
+        """Steps to record before the first one: those without adapters, the largest first.
 
-        Its kernels and its share of the graphs' memory serve the others. Raises ValueError for a memory with
-        other windows than planned.
+        Its kernels and its share of the graphs' memory serve the others.
         """
+        return [DecodeRecording(rows, adapted=False) for rows in reversed(self._buckets)]
+
+    def use(self, memory: KVMemory) -> None:
+        """Let steps be recorded over `memory`. Raises ValueError for other windows than planned."""
         if memory.layout.windows != self._windows:
             raise ValueError("decode steps were planned for blocks of another layout")
         self._memory = memory
-        for rows in reversed(self._buckets):
-            self._graphs[rows, False] = self._capture.capture(self._work(rows, memory))
+
+    def record(self, recording: DecodeRecording) -> None:
+        """Record a step over the memory in use. Raises CaptureFailed."""
+        turn = (self._turn + 1) % TURNS
+        if self._memory is None:
+            raise RuntimeError("decode steps have no memory")
+        self._check_collected(turn)
+        kept = self._fields.sampled.clone()  # the step that is launched next may follow these
+        self._clear(turn)  # what is captured is computed: of rows that write nowhere
+        scratch = None
+        if recording.adapted:
+            if self._layers.adapters is None:
+                raise RuntimeError("adapters were not allowed")
+            scratch = self._layers.adapters.scratch(recording.rows)
+        try:
+            self._graphs[recording] = self._capture.capture(self._work(recording.rows, self._memory, scratch))
+        finally:
+            self._fields.sampled.copy_(kept)
+
+    def drop(self, recording: DecodeRecording, why: str) -> None:
+        """Compute steps by larger recordings or eagerly, whether or not this one was made, and log why."""
+        _log.warning("a decode step of %d rows cannot be recorded: %s", recording.rows, why)
+        self._graphs.pop(recording, None)
+        self._dropped.add(recording)
+
+    def record_or_drop(self, recording: DecodeRecording) -> None:
+        """Record a step, or drop it where it cannot be captured."""
+        try:
+            self.record(recording)
+        except CaptureFailed as error:
+            self.drop(recording, str(error))
+
+    def missing(self, sequences: Sequence[SequenceStep]) -> DecodeRecording | None:
+        """Return what is to be recorded before a step is launched; None if nothing is.
+
+        Steps with adapters are recorded when the first one comes: most servers have none.
+        """
+        recording = self._recording(sequences)
+        if recording is None or recording in self._graphs or not self.accepts(sequences):
+            return None
+        return recording
+
+    def _recording(self, sequences: Sequence[SequenceStep]) -> DecodeRecording | None:
+        """Return the smallest recording that holds a batch, made or to be made; None if there is none."""
+        adapted = any(step.adapter is not None for step in sequences)
+        holding = self._buckets[bisect_left(self._buckets, len(sequences)) :]
+        fitting = (DecodeRecording(rows, adapted) for rows in holding)
+        return next((one for one in fitting if one not in self._dropped), None)
 
     def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
-        """Return whether a batch is a decode step that was captured."""
-        return len(sequences) <= self._max_batch and all(
+        """Return whether a batch is a decode step that is or can be recorded."""
+        return self._recording(sequences) is not None and all(
             step.memory is self._memory
             and len(step.token_ids) == 1
             and step.wants_logits
@@ -136,19 +189,18 @@ class DecodeGraphs:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> LaunchedStep:
-        """Begin a step that `accepts` accepted. A word of `abort` that is set later changes nothing: a step
-        is as short as one layer of a prompt.
+        """Begin a step of which nothing is `missing`. A word of `abort` that is set later changes nothing: a
+        step is as short as one layer of a prompt.
 
         At most two are begun and not collected; the first of them leaves no logits to the host.
         """
-        if any(step is not None and step.left for step in self._waiting):
-            raise RuntimeError("a step was launched over the logits of the one before")
-        turn = self._turn = (self._turn + 1) % TURNS
-        if self._waiting[turn] is not None:
-            raise RuntimeError(f"{TURNS} steps are launched and not collected")
-        count = len(sequences)
-        rows = self._buckets[bisect_left(self._buckets, count)]
-        graph = self._graph(turn, rows, adapted=any(step.adapter is not None for step in sequences))
+        turn = (self._turn + 1) % TURNS
+        self._check_collected(turn)
+        self._turn = turn
+        count, recording = len(sequences), self._recording(sequences)
+        if recording is None or recording not in self._graphs:
+            raise RuntimeError("a decode step was launched that was not recorded")
+        rows, graph = recording.rows, self._graphs[recording]
         cuts = window_cuts(sequences)
         for table, seen in zip(self._tables, (sequences, *cuts), strict=True):
             table.fill(turn, seen)
@@ -174,6 +226,13 @@ class DecodeGraphs:
         self._waiting[turn] = launched
         return launched
 
+    def _check_collected(self, turn: int) -> None:
+        """Check that no step that is on its way has its fields at `turn`, or its logits for the host."""
+        if any(step is not None and step.left for step in self._waiting):
+            raise RuntimeError("a step was launched over the logits of the one before")
+        if self._waiting[turn] is not None:
+            raise RuntimeError(f"{TURNS} steps are launched and not collected")
+
     def _read(self, turn: int, count: int, left: list[int], wait: Callable[[], None] | None) -> StepOutput:
         """Wait for a step, and for no more than its few numbers; `left` are the rows that sampled nothing."""
         self._waiting[turn] = None
@@ -192,22 +251,6 @@ class DecodeGraphs:
             return torch.empty((0, self._layers.shape.vocab_size))
         chosen = self._logits[:count] if len(rows) == count else self._logits[rows]
         return chosen.cpu() if chosen.is_cuda else chosen.clone()
-
-    def _graph(self, turn: int, rows: int, *, adapted: bool) -> Work:
-        """Return the step for so many rows.
-
-        Those with adapters are captured when they are first needed, which takes a moment: most servers have
-        none. The fields of `turn` are lost then.
-        """
-        if (rows, adapted) not in self._graphs:
-            if self._memory is None or self._layers.adapters is None:
-                raise RuntimeError("decode steps were not captured, or adapters not allowed")
-            kept = self._fields.sampled.clone()  # the step that is about to be launched may follow these
-            self._clear(turn)  # what is captured is computed: of rows that write nowhere
-            work = self._work(rows, self._memory, self._layers.adapters.scratch(rows))
-            self._graphs[rows, adapted] = self._capture.capture(work)
-            self._fields.sampled.copy_(kept)
-        return self._graphs[rows, adapted]
 
     def _clear(self, turn: int) -> None:
         self._fields.clear(turn)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.backends.triton.recurrent.step_states import StepStates
+from diptych.engine.backends.triton.recurrent.step_states import PackedStates
 
 NO_BLOCK = -1
 """Block of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
@@ -98,7 +98,7 @@ class PackedStep:
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
     """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
-    states: StepStates | None = None
+    states: PackedStates | None = None
     """Pages of recurrent states; None for a model without such layers."""
     recorded: bool = False
     """True for the input of a recording: nothing of the step may come to the host."""

@@ -42,7 +42,7 @@ class PackedMixer:
     products: Mapping[str, Linear | Product]
     """Matrices of one input, joined, by the names of `MixerKind.joined`."""
     tensors: Mapping[str, torch.Tensor]
-    """All others, by the names of `RecurrentShape.tensors`."""
+    """Tensors that are no such matrix, by the names of `RecurrentShape.tensors`."""
 
 
 PackMixer = Callable[[int, Mapping[str, Matrix], torch.device], PackedMixer]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations, Angles
+from diptych.engine.backends.triton.activations import Activations, Angles, activation_bytes
 from diptych.engine.models.shape import ModelShape
 
 
@@ -72,6 +72,32 @@ class PartsActivations:
         outputs = self.outputs.view(-1)[: parts * tokens * width].view(parts, tokens, width)
         own = [one.rows(tokens) for one in self.own]
         return PartsActivations(_beside(own, outputs), outputs, self.added[:tokens])
+
+
+def parts_activation_bytes(
+    shapes: Sequence[ModelShape], parts: int, tokens: int, dtype: torch.dtype, *, sends_rows: bool = False
+) -> int:
+    """Return the bytes of the buffers of so many tokens, and of the exchanges between them, to a few a token.
+
+    Args:
+        shapes: those of this rank's parts.
+        parts: number of all ranks' parts, whose outputs a rank gathers unless all are its own.
+        sends_rows: whether rows are sent to their experts, and their outputs back.
+    """
+    hidden = shapes[0].hidden_size
+    streams = activation_bytes(shapes[0], tokens, dtype) + sum(
+        activation_bytes(shape, tokens, dtype) - _stream_bytes(shape, tokens, dtype) for shape in shapes[1:]
+    )
+    rows = len(shapes) + (parts if len(shapes) < parts else 0)
+    if sends_rows and (experts := shapes[0].experts) is not None:
+        rows += 1 + 2 * experts.experts_per_token
+    return streams + rows * tokens * hidden * dtype.itemsize
+
+
+def _stream_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of what the parts of a rank have once: the streams, and the angles."""
+    angles = len(shape.rotations) * shape.head_dim * torch.float32.itemsize
+    return tokens * (3 * shape.hidden_size * dtype.itemsize + angles)
 
 
 def _in_stream(own: Activations, lead: Activations) -> Activations:

@@ -29,7 +29,7 @@ from diptych.engine.backends.triton.parts_experts import with_one_shared_expert
 from diptych.engine.backends.triton.parts_layers import PartsLayers
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.batch import AbortWords, DecodeRecording, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.models.shape import ModelShape
@@ -198,9 +198,30 @@ class TritonPartsBackend:
         return self._step.plan_decode(max_batch, block_size, capture, windows=windows)
 
     def prepare_decode(self, memory: KVMemory) -> None:
-        """See `GraphBackend.prepare_decode`; every rank is called."""
+        """See `GraphBackend.prepare_decode`, in a process that computes alone or where no capture fails.
+
+        The ranks of a group record by `use_decode` and `record_decode`: those with other recordings would not
+        meet.
+        """
         if self._links.on_device:
             self._step.prepare_decode(memory)
+
+    def use_decode(self, memory: KVMemory) -> Sequence[DecodeRecording]:
+        """See `TritonBackend.use_decode`; every rank is called. None where exchanges cannot be recorded."""
+        return self._step.use_decode(memory) if self._links.on_device else ()
+
+    def missing(self, sequences: Sequence[SequenceStep]) -> DecodeRecording | None:
+        """See `TritonBackend.missing`: the same on every rank."""
+        return self._step.missing(sequences)
+
+    def record_decode(self, recording: DecodeRecording) -> None:
+        """See `TritonBackend.record_decode`; every rank is called, and all drop it where one raises."""
+        self._collect(leave=_MOST_LAUNCHED - 1)
+        self._step.record_decode(recording)
+
+    def drop_decode(self, recording: DecodeRecording, why: str) -> None:
+        """See `DecodeGraphs.drop`; every rank is called."""
+        self._step.drop_decode(recording, why)
 
     def record_prompts(
         self,
@@ -230,5 +251,11 @@ class TritonPartsBackend:
         return self._step.plan_prompts(layout, most_tokens, capture)
 
     def record_prompt(self, number: int) -> None:
-        """Record one of the planned prompt steps; every rank is called. Raises RuntimeError."""
+        """Record one of the planned prompt steps; every rank is called, and all drop it where one raises
+        CaptureFailed.
+        """
         self._step.record_prompt(number)
+
+    def drop_prompt(self, number: int, why: str) -> None:
+        """See `PromptGraphs.drop`; every rank is called."""
+        self._step.drop_prompt(number, why)

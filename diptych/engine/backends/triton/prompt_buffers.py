@@ -17,7 +17,7 @@ import torch
 from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
 from diptych.engine.backends.triton.packed_step import NO_BLOCK
 from diptych.engine.backends.triton.recurrent.page_fields import PageFields
-from diptych.engine.backends.triton.recurrent.step_states import StepStates
+from diptych.engine.backends.triton.recurrent.step_states import PackedStates
 from diptych.engine.backends.triton.step_plan import used_blocks, written_blocks
 from diptych.engine.batch import AbortWords, SequenceStep, window_cuts
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -93,7 +93,7 @@ class PromptFields:
         """Return where tokens are written, int64 `[tokens]` on the device, by table."""
         return [self._device[name] for name in self._blocks]
 
-    def states(self, tokens: int, sequences: int) -> StepStates | None:
+    def states(self, tokens: int, sequences: int) -> PackedStates | None:
         """Return the recurrent states of a step of so many tokens and sequences; None without any."""
         if self._pages is None:
             return None

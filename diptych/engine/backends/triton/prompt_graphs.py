@@ -118,14 +118,14 @@ class PromptGraphs:
         A step that cannot be recorded is computed eagerly, as those that are not there in time.
         """
         end = time.monotonic() + seconds
-        for number, (tokens, _) in enumerate(self.planned):
+        for number in range(len(self.planned)):
             if time.monotonic() > end:
                 log_late(self.count, seconds)
                 return
             try:
                 self.record_one(number)
             except RuntimeError as error:
-                _log.warning("a prompt step of %d tokens cannot be recorded: %s", tokens, error)
+                self.drop(number, str(error))
                 return
 
     def record_one(self, number: int) -> None:
@@ -133,6 +133,12 @@ class PromptGraphs:
         tokens, sequences = self.planned[number]
         self._fields.clear()  # what is recorded is computed: of padding alone
         self._recorded[tokens, sequences] = self._record(tokens, sequences)
+
+    def drop(self, number: int, why: str) -> None:
+        """Compute the step of this number eagerly, whether or not it was recorded, and log why."""
+        tokens, _ = self.planned[number]
+        _log.warning("a prompt step of %d tokens cannot be recorded: %s", tokens, why)
+        self._recorded.pop(self.planned[number], None)
 
     def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
         """Return whether a batch is a step that was recorded."""

@@ -20,7 +20,7 @@ from diptych.engine.backends.triton.recurrent.step_states import LayerStates
 
 
 class Mixer(Protocol):
-    """One recurrent layer on the device."""
+    """Recurrent layer on the device."""
 
     def mix(self, x: torch.Tensor, states: LayerStates, room: MixerRoom, out: torch.Tensor) -> None:
         """Compute what the layer adds to the residual, before its norm, for `x [T, H]`, into `out [T, H]`.

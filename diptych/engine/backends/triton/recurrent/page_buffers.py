@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from diptych.engine.backends.triton.recurrent.step_states import (
-    StepStates,
+    PackedStates,
     block_floats,
     state_firsts,
     state_pool,
 )
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.state_cuts import row_pages
 from kernels.state_pages import NO_PAGE, StateRuns
 
 
@@ -51,24 +51,37 @@ class PageBuffers:
         self._host = [_Tables.make(rows, blocks, cpu, pinned=pinned) for _ in range(turns)]
         self._device = _Tables.make(rows, blocks, device)
         self._live = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._known: list[list[tuple[list[int], list[int]]]] = [
+            [([], []) for _ in range(rows)] for _ in range(turns)
+        ]
+        """Pages read and written that a copy has in each row."""
 
     def fill(self, turn: int, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
-        """Lay the pages of a step into one of the host's copies; the rest becomes padding."""
-        host, size = self._host[turn], sequences[0].memory.layout.block_size
+        """Lay the pages of a step into one of the host's copies; the rest becomes padding.
+
+        Pages mostly are those of the turn before: comparing lists is faster than turning them into arrays.
+        """
+        host, known, none = self._host[turn], self._known[turn], list[int]()
         read, written, starts = host.read.numpy(), host.written.numpy(), host.starts.numpy()
+        starts[: len(sequences)] = [step.start for step in sequences]
         for row, step in enumerate(sequences):
-            starts[row] = step.start
-            pages = np.array(step.window_tables, dtype=np.int32)
-            written[row] = pages[:, step.start // size - step.window_first]
-            if step.start:
-                read[row] = pages[:, (step.start - 1) // size - step.window_first]
+            before, own = row_pages(step)
             if abort is not None and abort.is_aborted(row):
+                own = none
+            if before is not None and before != known[row][0]:
+                read[row] = before
+            if own != known[row][1]:
+                written[row] = own or NO_PAGE
+            known[row] = known[row][0] if before is None else before, own
+        for row in range(len(sequences), len(known)):
+            if known[row][1]:
                 written[row] = NO_PAGE
-        written[len(sequences) :] = NO_PAGE
+                known[row] = known[row][0], none
 
     def clear(self, turn: int) -> None:
         """Make padding of all rows, on the host's copy and on the device."""
         self._host[turn].written.fill_(NO_PAGE)
+        self._known[turn] = [([], []) for _ in self._known[turn]]
         self.upload(turn, len(self._live))
 
     def upload(self, turn: int, rows: int) -> None:
@@ -76,7 +89,7 @@ class PageBuffers:
         for name, held in vars(self._device).items():
             held[:rows].copy_(getattr(self._host[turn], name)[:rows], non_blocking=True)
 
-    def states(self, rows: int, memory: KVMemory) -> StepStates:
+    def states(self, rows: int, memory: KVMemory) -> PackedStates:
         """Return the states of a step of so many rows over `memory`."""
         layout, held = memory.layout.states, self._device
         assert layout is not None
@@ -89,4 +102,4 @@ class PageBuffers:
             held.starts[:rows],
             self._live[:rows],
         )
-        return StepStates((runs,), state_firsts(layout))
+        return PackedStates((runs,), state_firsts(layout))

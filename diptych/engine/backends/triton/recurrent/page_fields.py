@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.engine.backends.triton.recurrent.step_states import (
-    StepStates,
+    PackedStates,
     block_floats,
     state_firsts,
     state_pool,
@@ -77,7 +77,7 @@ class PageFields:
 
     def states(
         self, of: Callable[[str], torch.Tensor], tokens: int, sequences: int, anchor: KVMemory
-    ) -> StepStates:
+    ) -> PackedStates:
         """Return the states of a step of so many tokens and sequences, whose fields on the device `of`
         returns.
         """
@@ -96,4 +96,4 @@ class PageFields:
             tokens,
             of(_BASE),
         )
-        return StepStates((runs,), state_firsts(self._layout))
+        return PackedStates((runs,), state_firsts(self._layout))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.engine.backends.triton.recurrent.step_states import (
-    StepStates,
+    PackedStates,
     block_floats,
     state_firsts,
     state_pool,
@@ -61,11 +61,11 @@ class PagePlan:
 
     runs: tuple[_RunsPlan, ...]
 
-    def on(self, narrow: torch.Tensor) -> StepStates:
+    def on(self, narrow: torch.Tensor) -> PackedStates:
         """Return the pages; `narrow` are all arrays on the device, int32."""
         layout = self.runs[0].memory.layout.states
         assert layout is not None
-        return StepStates(tuple(plan.on(narrow) for plan in self.runs), state_firsts(layout))
+        return PackedStates(tuple(plan.on(narrow) for plan in self.runs), state_firsts(layout))
 
 
 def plan_pages(

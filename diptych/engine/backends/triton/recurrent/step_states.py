@@ -2,7 +2,8 @@
 
 The kernels of a layer change states where they lie. A step that cannot be aborted once it is launched, as
 recorded decode steps are, leaves whole pages. One that is aborted or fails between layers leaves pages of no
-count: whoever would go on from them fails by that (kernels/state_pages.py), as from states of other tokens.
+count: a sequence that would go on from them fails by that (kernels/state_pages.py), as from states of other
+tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class LayerStates:
 
 
 @dataclass(frozen=True)
-class StepStates:
+class PackedStates:
     """States of all layers."""
 
     runs: tuple[StateRuns, ...]
     firsts: Mapping[int, tuple[int, ...]]
-    """Of each recurrent layer, as in `LayerStates`."""
+    """Floats of a page, as in `LayerStates`, by recurrent layer."""
 
     def of_layer(self, layer: int) -> LayerStates:
         """Return those of a layer."""

@@ -5,19 +5,35 @@ On the CPU a recording is a plain call on the same buffers, so that all but the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.backends.triton.cuda_graph import CaptureFailed, EagerCapture, Work
 from diptych.engine.backends.triton.decode_graphs import batch_buckets
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, can_sample_on_device
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, SamplingParams, sample
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, Sequenced, layout_of, shape_of, tokens_of, weights_of
+
+
+class FailingCapture(EagerCapture):
+    """Capture in which the recordings of these numbers, counted from 0, fail behind their work."""
+
+    def __init__(self, failing: Collection[int], error: type[Exception] = CaptureFailed) -> None:
+        self._failing, self._error, self._count = failing, error, 0
+
+    def capture(self, work: Work) -> Work:
+        work()
+        self._count += 1
+        if self._count - 1 in self._failing:
+            raise self._error("the pool of the graphs is full")
+        return work
+
 
 SHAPE = shape_of(max_context=200)
 LAYOUT = layout_of(SHAPE, 16, torch.float32)
@@ -58,6 +74,27 @@ def test_replayed_steps_equal_eager_ones_as_batches_grow_and_shrink() -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     # Padding rows wrote nowhere: what was never granted is as it was.
     assert torch.equal(ours.memory.data.isnan(), theirs.memory.data.isnan())
+
+
+@pytest.mark.parametrize(("failing", "left"), [((1,), [1, 3]), ((0, 1), [1]), ((0, 1, 2), [])], ids=str)
+def test_a_step_that_cannot_be_recorded_is_computed_by_a_larger_one_or_eagerly(
+    failing: tuple[int, ...], left: list[int]
+) -> None:
+    """Of recordings of three rows, two and one, those of these numbers fail after their work was done."""
+    ours, theirs = Pool(LAYOUT, 40), Pool(LAYOUT, 40)
+    eager, replayed = backend(), backend()
+    replayed.plan_decode(3, LAYOUT.block_size, FailingCapture(failing))
+    replayed.prepare_decode(ours.memory)
+    assert replayed._graphs is not None
+    assert sorted(recording.rows for recording in replayed._graphs._graphs) == left
+    mine, other = (prefilled(b, p, [1, 15, 33]) for b, p in ((replayed, ours), (eager, theirs)))
+    for number, members in enumerate([[0], [1, 0], [2, 0, 1]]):
+        token = [tokens_of(1, seed=100 * number + member) for member in members]
+        steps = [mine[m].step(t) for m, t in zip(members, token, strict=True)]
+        assert replayed.launches(steps) == any(rows >= len(members) for rows in left)
+        got = replayed.forward(steps, None)
+        expected = eager.forward([other[m].step(t) for m, t in zip(members, token, strict=True)], None)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
 def test_a_table_whose_blocks_were_exchanged_is_seen() -> None:
