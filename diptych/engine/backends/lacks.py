@@ -1,4 +1,4 @@
-"""What models of some shapes lack in every backend that computes them."""
+"""Features that models of some shapes lack in every backend that computes them."""
 
 from __future__ import annotations
 
