@@ -82,10 +82,9 @@ class SequenceStep:
     number, and its keys and values lie in lane `start` and its place. None: each follows the one before it.
     """
     settled: int | None = None
-    """Of a model with recurrent layers, where the last tokens may be guesses: how many of `token_ids` are none.
-    States are kept behind these only; the others read states that nothing keeps. None: all.
-
-    Single tokens are then added to states one by one, as in steps of their own.
+    """Tokens of `token_ids`, the first ones, that are no guesses; None: all. Recurrent states are kept behind
+    these only, and read by the others. Where it is given they are added to states one by one, as in steps of
+    their own.
     """
 
     @property

@@ -52,8 +52,8 @@ def check_keeps_no_state(draft_path: Path) -> None:
     shape = shape_of(draft_path)
     if shape.recurrent_layers:
         raise UnfitDraftModel(
-            f"--speculative-model {draft_path}: a draft model may have no recurrent layers, as {shape.family} "
-            "has"
+            f"--speculative-model {draft_path}: a draft model may have no recurrent layers, "
+            f"as {shape.family} has"
         )
 
 

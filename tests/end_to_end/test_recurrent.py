@@ -81,12 +81,36 @@ def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> No
         served.stack.wait_idle()
 
 
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
+def test_drafted_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
+    """Prompts and answers that repeat themselves, and one that goes on from an answer."""
+    folder, draft = tmp_path / "lfm2", tmp_path / "draft"
+    tiny_model.write(draft)
+    with serving(
+        folder, "--transport", transport, "--speculative-tokens", "4", "--speculative-model", str(draft)
+    ) as served:
+        prompts = [3 * tiny_model.prompt(seed, length) for seed, length in ((5, 7), (6, 21), (7, 40))]
+        found = answers(served, prompts)
+        for prompt, answer in zip(prompts, found, strict=True):
+            assert best(folder, prompt, tokens(answer)[0])
+        turn = [*prompts[-1], *tokens(found[-1])[0], 7, 8, 9]
+        (second,) = answers(served, [turn])
+        assert best(folder, turn, tokens(second)[0])
+        usages = [one.usage for one in (*found, second)]
+        assert sum(usage.drafted_tokens for usage in usages) > 0
+        assert 0 < sum(usage.accepted_draft_tokens for usage in usages)
+        assert second.usage.cached_prompt_tokens >= len(prompts[-1]) // 16 * 16
+        served.stack.wait_idle()
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("drafts", ["0", "4"])
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_a_stream_goes_on_after_its_decode_worker_died(tmp_path: Path, transport: str) -> None:
+def test_a_stream_goes_on_after_its_decode_worker_died(tmp_path: Path, transport: str, drafts: str) -> None:
     """Compute the states that died with the worker from the delivered tokens, with the same text."""
     folder = tmp_path / "lfm2"
-    with serving(folder, "--transport", transport, "--decode-workers", "2") as served:
+    flags = ("--transport", transport, "--speculative-tokens", drafts, "--decode-workers", "2")
+    with serving(folder, *flags) as served:
         prompt = PROMPTS[4]
         whole = asyncio.run(_streamed(served.stack, prompt, kill=False))
         cut = asyncio.run(_streamed(served.stack, prompt, kill=True))
