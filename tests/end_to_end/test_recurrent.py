@@ -98,7 +98,7 @@ def test_drafted_answers_are_those_of_transformers(tmp_path: Path, transport: st
         assert best(folder, turn, tokens(second)[0])
         usages = [one.usage for one in (*found, second)]
         assert sum(usage.drafted_tokens for usage in usages) > 0
-        assert 0 < sum(usage.accepted_draft_tokens for usage in usages)
+        assert sum(usage.accepted_draft_tokens for usage in usages) > 0
         assert second.usage.cached_prompt_tokens >= len(prompts[-1]) // 16 * 16
         served.stack.wait_idle()
 
