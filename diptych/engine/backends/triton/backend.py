@@ -317,6 +317,8 @@ class TritonBackend:
             launched.watch()
         elif self._device.type == "cuda":
             wait_for_stream(len(launched.hidden))
+        if launched.states is not None:
+            launched.states.log_lost()
         output = collect()
         return replace(output, hidden=rows.float().cpu()) if self._gives_hidden else output
 
@@ -354,6 +356,8 @@ class TritonBackend:
             found = logits, rows.float().cpu() if self._gives_hidden else None
         if self._device.type == "cuda":
             wait_for_stream(step.num_tokens)
+        if step.states is not None and found is not None:
+            step.states.log_lost()
         return found
 
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:

@@ -241,6 +241,9 @@ class DecodeGraphs:
         tokens: list[Sampled | SampleFailure | None] = list(
             map(sampled, self._answers[turn, :count].tolist())
         )
+        if self._pages is not None and self._memory is not None and NOT_FINITE in tokens:
+            # Of a step that was launched meanwhile, if there is one: such a row is lost there, too.
+            self._pages.states(count, self._memory).log_lost()
         for row in left:
             tokens[row] = None
         hidden = None if self._hidden is None else self._hidden[turn, :count].clone().float()

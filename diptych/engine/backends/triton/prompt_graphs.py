@@ -30,6 +30,7 @@ from diptych.engine.backends.triton.device_wait import LONG_TOKENS
 from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep, TableRows
 from diptych.engine.backends.triton.prompt_buffers import STARTS, TABLES, PromptFields
+from diptych.engine.backends.triton.recurrent.step_states import PackedStates
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 
@@ -71,6 +72,8 @@ class PromptStep:
     """int64 on the device: rows of `hidden` after which logits are wanted, in the order of the batch."""
     logit_owners: tuple[int, ...]
     """The sequence of each."""
+    states: PackedStates | None
+    """Recurrent states of the step, if there are any."""
     watch: Callable[[], None] | None
     """Waits for all that is queued and brings aborts to the device meanwhile; None: wait as for any step."""
 
@@ -173,7 +176,13 @@ class PromptGraphs:
         watch = None
         if abort is not None and uploaded is not None:
             watch = partial(self._watch, abort, known, spans, uploaded)
-        return PromptStep(recorded.hidden[:tokens], self._fields["logit_rows"][: len(owners)], owners, watch)
+        return PromptStep(
+            recorded.hidden[:tokens],
+            self._fields["logit_rows"][: len(owners)],
+            owners,
+            self._fields.states(tokens, len(sequences)),
+            watch,
+        )
 
     def _key(self, sequences: Sequence[SequenceStep]) -> tuple[int, int]:
         """Return tokens and sequences of the recording that holds a batch; zeros if there cannot be one."""

@@ -8,6 +8,7 @@ tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from diptych.engine.kv.state_layout import StateLayout
 from kernels.state_pages import NO_PAGE, StateRuns
 
 _FLOAT = 4
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ class PackedStates:
                 else:
                     own = (runs.ends > begin) & (runs.ends <= end)
                     runs.written.masked_fill_(own.unsqueeze(1), NO_PAGE)
+
+    def log_lost(self) -> None:
+        """Log which rows of a step, which is done, read states of another count of tokens."""
+        for runs in self.runs:
+            last, there = runs.written[:, 0], runs.live == 0
+            if runs.cuts is not None:
+                there = there & (runs.cuts[1:] > runs.cuts[:-1])
+                last = last[(runs.cuts[1:] - 1).clamp(min=0).long()]
+            if lost := (there & (last[: len(there)] >= 0)).nonzero().flatten().tolist():
+                begin = runs.rows.start
+                rows = [begin + (one if runs.offsets is None else int(runs.offsets[one])) for one in lost]
+                _log.error("rows %s of a step read recurrent states that are not those before them", rows)
 
 
 def state_firsts(layout: StateLayout) -> dict[int, tuple[int, ...]]:

@@ -200,7 +200,9 @@ def fails(*given: object) -> None:
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_states_of_another_length_lose_their_rows_alone(replays: bool) -> None:
+def test_states_of_another_length_lose_their_rows_alone(
+    replays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = KVMemory(LAYOUT, 2 * BLOCKS)
     computes = recorded(memory) if replays else meant()
     text, other = Text(memory), Text(memory, 1)
@@ -209,10 +211,15 @@ def test_states_of_another_length_lose_their_rows_alone(replays: bool) -> None:
         beside = other.step(9 + number, 10 + number)
         found = computes.forward([text.step(start, start + 1), beside], None)
         assert found.isnan().all(dim=1).tolist() == [True, False]
+        assert "rows [0] of a step read recurrent states" in caplog.text
+        caplog.clear()
         close(found[1], whole()[9 + number])
     chunk = computes.forward([text.step(10, 20), other.step(12, 20)], None)
     assert chunk.isnan().any(dim=1).tolist() == [True] * 10 + [False] * 8
+    assert "rows [0] of a step read recurrent states" in caplog.text
+    caplog.clear()
     assert not computes.forward([text.step(9, 10)], None).isnan().any()
+    assert not caplog.text
 
 
 def test_pages_of_a_recorded_step_are_laid_out_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
