@@ -83,24 +83,32 @@ def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> No
 
 @pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
 def test_drafted_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
-    """Prompts and answers that repeat themselves, and one that goes on from an answer."""
-    folder, draft = tmp_path / "lfm2", tmp_path / "draft"
-    tiny_model.write(draft)
-    with serving(
-        folder, "--transport", transport, "--speculative-tokens", "4", "--speculative-model", str(draft)
-    ) as served:
-        prompts = [3 * tiny_model.prompt(seed, length) for seed, length in ((5, 7), (6, 21), (7, 40))]
-        found = answers(served, prompts)
-        for prompt, answer in zip(prompts, found, strict=True):
-            assert best(folder, prompt, tokens(answer)[0])
-        turn = [*prompts[-1], *tokens(found[-1])[0], 7, 8, 9]
-        (second,) = answers(served, [turn])
-        assert best(folder, turn, tokens(second)[0])
-        usages = [one.usage for one in (*found, second)]
-        assert sum(usage.drafted_tokens for usage in usages) > 0
-        assert sum(usage.accepted_draft_tokens for usage in usages) > 0
-        assert second.usage.cached_prompt_tokens >= len(prompts[-1]) // 16 * 16
+    """A pattern leaves the answers no choice, so that drafts are right; the next prompts go on from them."""
+    folder = tmp_path / "lfm2"
+    with serving(folder, "--transport", transport, "--speculative-tokens", "4") as served:
+        prompts = [tiny_model.prompt(seed, length) for seed, length in ((5, 7), (6, 64), (7, 90))]
+        fixed = asyncio.run(_fixed(served.stack, prompts))
+        for prompt, (answer, drafted, accepted) in zip(prompts, fixed, strict=True):
+            assert len(answer) / 2 < accepted < min(drafted, len(answer))
+            turn = [*prompt, *answer, 7, 8, 9]
+            (found,) = answers(served, [turn])
+            assert best(folder, turn, tokens(found)[0])
+            if transport != "tcp":
+                assert found.usage.cached_prompt_tokens > len(prompt)
         served.stack.wait_idle()
+
+
+async def _fixed(stack: Stack, prompts: list[list[int]]) -> list[tuple[list[int], int, int]]:
+    """Return answers of one fixed text, with their tokens that were drafted and those that were right."""
+    found = []
+    async with AsyncClient(stack.address) as client:
+        for prompt in prompts:
+            one = await client.generate(
+                tuple(prompt), regex=10 * "alphabet ", max_tokens=200, temperature=0.0, timeout_s=120
+            )
+            usage = one.usage
+            found.append((list(one.choices[0].token_ids), usage.drafted_tokens, usage.accepted_draft_tokens))
+    return found
 
 
 @pytest.mark.full
