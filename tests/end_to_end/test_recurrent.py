@@ -81,7 +81,8 @@ def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> No
         served.stack.wait_idle()
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_drafted_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
     """A pattern leaves the answers no choice, so that drafts are right; the next prompts go on from them."""
     folder = tmp_path / "lfm2"
