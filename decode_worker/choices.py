@@ -88,6 +88,7 @@ class Choice(StepGroup):
             return self._take_drafted(found)
         (sampled,) = found
         self.rows[0].keep_rows((0,))
+        self.request.blocks.count_behind(self.rows[0], 0)
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
     def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
@@ -104,6 +105,7 @@ class Choice(StepGroup):
             sampled = found[row]
             if isinstance(sampled, SampleFailure):
                 return self.failed(sampled)
+            self.request.blocks.count_behind(sequence, place)
             outcome = self._accept(sampled)
             self.request.accepted += place + 1 < len(right)
             if outcome is not None:

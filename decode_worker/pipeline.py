@@ -196,7 +196,8 @@ class Pipeline:
         started = time.monotonic()
         results = self._step(step.sequences, step.sample_rows, abort, step.rows)
         if not step.prompts:
-            speculation.record_step(len(step.decoding), len(step.sample_rows), time.monotonic() - started)
+            tokens = sum(len(one.token_ids) for one in step.sequences)
+            speculation.record_step(len(step.decoding), tokens, time.monotonic() - started)
         return results
 
     def _step(

@@ -124,4 +124,6 @@ def _prompt_tokens(settings: DecodeSettings, engine: LoadedEngine) -> int:
 def _state_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:
     """Return the bytes of recurrent states that the largest step holds beside its blocks."""
     rows, tokens = settings.max_batch, _prompt_tokens(settings, engine)
-    return held_state_bytes(engine.model, engine.layout, rows=rows, prompts=rows, tokens=tokens)
+    # A row with drafts may settle tokens of two places.
+    kept = rows + (min(rows, settings.step_tokens) if settings.draft_tokens else 0)
+    return held_state_bytes(engine.model, engine.layout, rows=kept, prompts=rows, tokens=tokens)

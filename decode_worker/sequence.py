@@ -69,10 +69,20 @@ class DecodeSequence:
     others then.
     """
 
+    behind: int = 0
+    """Tokens before the last one that recurrent states lack: they were drafted, and right. The next step
+    computes them once more, and keeps the states behind them.
+    """
+
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output."""
         return self.prompt_tokens + len(self.output_ids)
+
+    @property
+    def computed(self) -> int:
+        """Leading tokens of which nothing is computed any more: at least the last one is left."""
+        return self.num_tokens - 1 - self.behind
 
     @property
     def logit_rows(self) -> int:
@@ -81,7 +91,9 @@ class DecodeSequence:
 
     def step(self, memory: KVMemory, follows: int | None) -> SequenceStep:
         """Return its share of a step over `memory`, after row `follows` of the step before, if given."""
-        start = self.num_tokens - 1 + int(follows is not None)
+        start, behind = self.computed, self.behind
+        if follows is not None:  # a step that leaves nothing behind
+            start, behind = self.num_tokens, 0
         first, windows = 0, memory.layout.windows
         if windows is not None:
             first = windows.first_read(start, memory.layout.block_size)
@@ -89,7 +101,7 @@ class DecodeSequence:
             memory=memory,
             block_table=self.block_ids,
             start=start,
-            token_ids=self.output_ids[-1:] + self.draft,
+            token_ids=self.output_ids[-1 - behind :] + self.draft,
             wants_logits=True,
             trailing=1 + len(self.draft),
             follows=follows,
@@ -98,6 +110,7 @@ class DecodeSequence:
             window_tables=() if self.window is None else self.window.cut(first),
             window_first=first,
             parents=self._parents(),
+            settled=1 + behind if memory.layout.states is not None and (behind or self.draft) else None,
         )
 
     def sample_rows(self) -> Sequence[SampleRow]:
@@ -279,6 +292,10 @@ class AttemptBlocks:
             if self._windows is not None:
                 self._windows.move_lanes(sequence, moves)
 
+    def count_behind(self, sequence: DecodeSequence, drafted: int) -> None:
+        """Record that the last step computed `drafted` tokens before the next one as guesses."""
+        sequence.behind = drafted if self._memory.layout.states is not None else 0
+
     def return_lanes(self, sequence: DecodeSequence) -> None:
         """Release the blocks behind that of the next token: drafts that were wrong, or none, had them."""
         needed = (sequence.num_tokens - 1) // self._block_size + 1
@@ -296,7 +313,7 @@ class AttemptBlocks:
         Those that the draft model has to compute first wait for that: a published block is never written. It
         is given up for a sequence that it no longer drafts for.
         """
-        computed = sequence.num_tokens - 1
+        computed = sequence.computed
         if sequence.draft_computed is not None:
             if computed - sequence.draft_computed > MOST_BEHIND:
                 sequence.draft_computed = None

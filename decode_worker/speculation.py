@@ -64,7 +64,7 @@ class Speculation:
 
         All of their tokens must be known.
         """
-        room = self._room(len(rows))
+        room = self._room(len(rows), sum(sequence.behind for _, sequence in rows))
         for group, sequence in rows:
             count = min(room, group.max_draft(sequence))
             if count > 0 and not self._drafter.rests(sequence):
@@ -83,7 +83,11 @@ class Speculation:
             self._costs.record_step(rows, seconds, plain=rows == sequences)
 
     def needs_tokens(self, rows: Sequence[Row]) -> bool:
-        """Return whether the step after one of `rows` has to know their tokens, since it will have drafts."""
+        """Return whether the step after one of `rows` has to know their tokens, since it will have drafts; so
+        it does, too, where this step computes tokens once more.
+        """
+        if any(sequence.behind for _, sequence in rows):
+            return True
         return self._room(len(rows)) > 0 and any(
             group.max_draft(sequence) > 0 and not self._drafter.rests(sequence) for group, sequence in rows
         )
@@ -99,6 +103,8 @@ class Speculation:
             return [()] * len(sequences)
         return drafts
 
-    def _room(self, sequences: int) -> int:
-        """Return how many tokens each of `sequences` may have drafted."""
-        return min(self._most, max(self._tokens // sequences - 1, 0))
+    def _room(self, sequences: int, behind: int = 0) -> int:
+        """Return how many tokens each of `sequences` may have drafted, where a step computes `behind` tokens
+        once more.
+        """
+        return min(self._most, max((self._tokens - behind) // sequences - 1, 0))

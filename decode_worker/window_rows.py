@@ -77,7 +77,7 @@ class WindowRows:
         """Take those that no later token of a sequence reads from its table; return them."""
         if sequence.window is None:
             return []
-        first = self._groups.first_kept(sequence.num_tokens - 1, self._block_size)
+        first = self._groups.first_kept(sequence.computed, self._block_size)
         return sequence.window.take_before(first)
 
     def grow(self, sequence: DecodeSequence, place: int, allocate: Callable[[], int]) -> None:

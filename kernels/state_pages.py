@@ -39,7 +39,7 @@ class StateRuns:
     """int32 `[S, n]`: blocks of the page with the states before; not looked at where `starts` is 0."""
     written: torch.Tensor
     """int32 `[G, n]`: the page that gets the states behind each cut; NO_PAGE: none does. A sequence without
-    one behind its last cut is not computed: it is padding, or was aborted.
+    one behind its first cut is not computed: it is padding, or was aborted.
     """
     starts: torch.Tensor
     """int32 `[S]`: tokens before the step; where that is 0, states before are zeros."""
@@ -122,7 +122,7 @@ class StatePool:
                 high = int(runs.ends[cut])
                 found.append(Stretch(slice(low, high), pages[cut], start + high - begin))
                 low = high
-        return found if found and found[-1].page is not None else []
+        return found if found and found[0].page is not None else []
 
     def computed(self, sequence: int) -> list[Stretch]:
         """Return the stretches of a sequence that is computed in this launch; none of others."""

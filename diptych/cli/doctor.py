@@ -140,22 +140,25 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
 def given_draft(draft: str, model: str) -> Finding:
     """Find what a draft model or heads take, and whether they fit the model."""
     from diptych.planner.model_shape import NotPlanned, read_shape
-    from diptych.worker_process.draft_loader import check_vocabulary
+    from diptych.worker_process.draft_loader import check_keeps_no_state, check_vocabulary
     from diptych.worker_process.eagle_loader import check_eagle, eagle_files
     from diptych.worker_process.medusa_loader import check_medusa, is_heads
+    from diptych.worker_process.recurrent_model import check_heads_fit
 
     try:
-        if (eagle := eagle_files(draft, checked_model(model))) is not None:
-            return Finding("ok", check_eagle(eagle, read_shape(checked_model(model))))
-        path = resolve_model(draft)
-        if is_heads(path):
-            return Finding("ok", check_medusa(path, read_shape(checked_model(model))))
+        eagle = eagle_files(draft, checked_model(model))
+        if eagle is not None or is_heads(resolve_model(draft)):
+            shape = read_shape(checked_model(model))
+            check_heads_fit(shape, draft)
+            found = check_medusa(resolve_model(draft), shape) if eagle is None else check_eagle(eagle, shape)
+            return Finding("ok", found)
     except (StartupError, NotPlanned) as error:
         return Finding("missing", str(error))
     finding = given_model(draft)
     if finding.state != "missing":
         try:
             check_vocabulary(checked_model(model), checked_model(draft))
+            check_keeps_no_state(checked_model(draft))
         except StartupError as error:
             return Finding("missing", str(error))
     return finding

@@ -81,6 +81,16 @@ class SequenceStep:
     A parent comes before its children. Each token sees its ancestors alone, its position is `start` and their
     number, and its keys and values lie in lane `start` and its place. None: each follows the one before it.
     """
+    settled: int | None = None
+    """Tokens of `token_ids`, the first ones, that are no guesses; None: all. Recurrent states are kept behind
+    these only, and read by the others. Where it is given they are added to states one by one, as in steps of
+    their own.
+    """
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of the step, the first ones, behind which recurrent states are kept."""
+        return len(self.token_ids) if self.settled is None else self.settled
 
     @property
     def logit_rows(self) -> int:
@@ -245,6 +255,8 @@ def check_batch(
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
         if (why := _window_fault(step, blocks)) is not None:
             raise BatchError(f"row {row}: {why}")
+        if not 0 < step.kept_tokens <= len(step.token_ids):
+            raise BatchError(f"row {row}: {step.settled} of {len(step.token_ids)} tokens are no guesses")
         if step.parents is not None and not _is_tree(step.parents, len(step.token_ids)):
             raise BatchError(f"row {row}: the parents of its tokens make no tree")
         if step.adapter is not None and step.adapter not in adapter_slots:

@@ -14,12 +14,12 @@ from diptych.engine.batch import SequenceStep
 
 
 class StateCut(NamedTuple):
-    """A cut of a chunk: states behind it are kept."""
+    """A cut of a chunk: states behind it are kept, or guesses end there."""
 
     end: int
     """Tokens of the sequence's share of the step before it."""
-    page: list[int]
-    """Blocks of the page that gets them."""
+    page: list[int] | None
+    """Blocks of the page that gets the states behind it; None: behind guesses none are kept."""
 
 
 def page_before(step: SequenceStep) -> list[int] | None:
@@ -29,15 +29,17 @@ def page_before(step: SequenceStep) -> list[int] | None:
 
 def state_cuts(step: SequenceStep) -> list[StateCut]:
     """Return the cuts of a share of a step, the last of which is its end."""
-    size, end = step.memory.layout.block_size, step.start + len(step.token_ids)
+    size, end = step.memory.layout.block_size, step.start + step.kept_tokens
     places = range(step.start // size, (end - 1) // size + 1)
     pages = [_page(step, place) for place in places]
     last = {tuple(page): place for place, page in zip(places, pages, strict=True)}
-    return [
+    cuts = [
         StateCut(min((place + 1) * size, end) - step.start, page)
         for place, page in zip(places, pages, strict=True)
         if last[tuple(page)] == place
     ]
+    whole = len(step.token_ids)
+    return cuts if step.kept_tokens == whole else [*cuts, StateCut(whole, None)]
 
 
 def row_pages(step: SequenceStep) -> tuple[list[int] | None, list[int]]:

@@ -78,4 +78,14 @@ def draft_step(step: SequenceStep) -> SequenceStep:
     """Return the draft model's step over the same tokens, without logits. Raises ValueError without one."""
     if step.memory.draft is None:
         raise ValueError("the blocks have no segment for a draft model")
-    return replace(step, memory=step.memory.draft, wants_logits=False, trailing=1, follows=None, adapter=None)
+    return replace(
+        step,
+        memory=step.memory.draft,
+        wants_logits=False,
+        trailing=1,
+        follows=None,
+        adapter=None,
+        window_tables=(),  # pages of the model's states: the draft model has none
+        window_first=0,
+        settled=None,
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
+from diptych.engine.weights.checkpoint import shape_of
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
 
@@ -41,6 +42,19 @@ def check_vocabulary(path: Path, draft_path: Path) -> None:
                 f"--speculative-model {draft_path}: its vocabulary is not the model's: token {token_id} is "
                 f"{_shown(drafts, token_id)}, the model's is {_shown(own, token_id)}"
             )
+
+
+def check_keeps_no_state(draft_path: Path) -> None:
+    """Check that the draft model has no recurrent layers: nothing takes drafted tokens out of their states.
+
+    Raises UnfitDraftModel.
+    """
+    shape = shape_of(draft_path)
+    if shape.recurrent_layers:
+        raise UnfitDraftModel(
+            f"--speculative-model {draft_path}: a draft model may have no recurrent layers, "
+            f"as {shape.family} has"
+        )
 
 
 def _shown(tokenizer: Tokenizer, token_id: int) -> str:

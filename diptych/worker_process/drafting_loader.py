@@ -13,15 +13,17 @@ from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
+from diptych.engine.weights.checkpoint import shape_of
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.settings import resolve_model
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
+from diptych.worker_process.draft_loader import LoadedDraft, check_keeps_no_state, check_vocabulary
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.precision import chosen_precision
+from diptych.worker_process.recurrent_model import check_heads_fit
 from diptych.worker_process.self_test import run_self_test
 from diptych.worker_process.whole_model import load_whole
 
@@ -39,14 +41,15 @@ def drafting_files(settings: WorkerSettings, model: Path) -> DraftingFiles:
     """Return the files that --speculative-model names for `model`. Raises StartupError."""
     if settings.speculative_model is None:
         return DraftingFiles()
-    if (eagle := eagle_files(settings.speculative_model, model)) is not None:
-        return DraftingFiles(eagle=eagle)
-    found = resolve_model(settings.speculative_model)
-    if is_heads(found):
-        return DraftingFiles(medusa=found)
-    path = checked_model(settings.speculative_model)
-    check_vocabulary(model, path)
-    return DraftingFiles(model=path)
+    eagle = eagle_files(settings.speculative_model, model)
+    found = None if eagle is not None else resolve_model(settings.speculative_model)
+    if found is not None and not is_heads(found):
+        path = checked_model(settings.speculative_model)
+        check_vocabulary(model, path)
+        check_keeps_no_state(path)
+        return DraftingFiles(model=path)
+    check_heads_fit(shape_of(model), settings.speculative_model)
+    return DraftingFiles(medusa=found, eagle=eagle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,11 @@ _WORKING = 3
 def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> None:
     """Raise ImpossibleSettings, naming the flags, for what is not computed with recurrent layers.
 
-    A state cannot be taken back: tokens that were drafted and refused would have to be. Some kinds compute a
-    prompt by pieces from where a step begins, so that bits depend on where it was cut.
+    Some kinds compute a prompt by pieces from where a step begins, so that bits depend on where it was cut.
     """
     if not shape.recurrent_layers:
         return
     refused = {
-        settings.drafting_flags: bool(settings.drafting_flags),
         settings.group_flags: settings.in_parts,
         "--kv-tier": settings.keeps_tiers,
         "--window-blocks off": settings.window_blocks == "off" and not settings.keeps_tiers,
@@ -36,6 +34,17 @@ def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> Non
     }
     if (flag := next((name for name, holds in refused.items() if holds), None)) is not None:
         raise ImpossibleSettings(f"{flag} does not go with the recurrent layers of {shape.family}")
+
+
+def check_heads_fit(shape: ModelShape, name: str) -> None:
+    """Raise ImpossibleSettings for Medusa heads, EAGLE heads and layers that draft (`mtp`), named by
+    --speculative-model, beside recurrent layers.
+    """
+    if shape.recurrent_layers:
+        raise ImpossibleSettings(
+            f"--speculative-model {name}: heads do not go with the recurrent layers of {shape.family}; draft "
+            "models do, and --speculative-tokens alone"
+        )
 
 
 def describe_states(layout: KVLayout, device_type: str = "cpu") -> str | None:

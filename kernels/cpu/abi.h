@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 33
+#define DIPTYCH_ABI_VERSION 34
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -273,6 +273,8 @@ struct DiptychBatch {
                                    // blocks of a place in all of `window_tables` are its page (recurrent_step.h). Else 0
     uint8_t *stale;                // [sequences] gets 1 for a sequence that found other states than those before it,
                                    // and that counts as aborted; or null
+    const int32_t *settled;        // [sequences] of models with recurrent layers: the first of its tokens behind which
+                                   // states are kept, 1 .. count; the others are guesses. Null: all
 };
 
 #define DIPTYCH_CHANGE_PARTS 4

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 33
+ABI_VERSION = 34
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -200,6 +200,7 @@ class Batch(Structure):
         ("embeddings", c_void_p),
         ("page_block_bytes", c_int64),
         ("stale", c_void_p),
+        ("settled", c_void_p),
     )
 
 

@@ -20,10 +20,11 @@ struct StepState;
 struct Layer;
 
 // Rows of the step, of one sequence, up to the end of a place or of the sequence's tokens: what they leave goes to a page.
+// Guesses behind these tokens are a run of their own.
 struct PageRun {
     int64_t first, rows;
     int32_t sequence;
-    int64_t place;         // of the page
+    int64_t place;         // of the page; -1: what they leave is kept nowhere
     int64_t count;         // tokens behind which the states are then
     char *before, *image;  // pages of the step's own: before the first row, and behind the last one; may be one
 };

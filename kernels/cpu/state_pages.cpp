@@ -58,7 +58,8 @@ Page page_of(const StepState &step, const PageRun &run) { return {step, run.sequ
 // Adds the runs of sequence s. States of a place whose page a later place has, too, are not kept.
 void add_runs(StepState &step, int32_t s, int64_t first) {
     RecurrentStep &own = step.recurrent;
-    int64_t size = step.batch.block_size, start = step.batch.starts[s], end = start + step.batch.counts[s];
+    int64_t size = step.batch.block_size, start = step.batch.starts[s], count = step.batch.counts[s];
+    int64_t settled = step.batch.settled == nullptr ? count : step.batch.settled[s], end = start + settled;
     int64_t last = (end - 1) / size, at = start;
     own.begins.push_back(static_cast<int32_t>(own.runs.size()));
     for (int64_t place = start / size; place <= last; place++) {
@@ -69,6 +70,7 @@ void add_runs(StepState &step, int32_t s, int64_t first) {
         own.runs.push_back({first + at - start, behind - at, s, place, behind, nullptr, nullptr});
         at = behind;
     }
+    if (settled < count) own.runs.push_back({first + settled, count - settled, s, -1, start + count, nullptr, nullptr});
 }
 
 // Calls f(run, begin, end) for all bytes of the runs' pages from `begin` on, some of them on each rank.
@@ -98,6 +100,10 @@ std::string refused_page_blocks(const DiptychModel &model, const DiptychBatch &b
 
 std::string refused_pages(const DiptychModel &model, const DiptychBatch &batch, int32_t s) {
     if (model.step->recurrent.page == 0) return "";
+    if (batch.settled != nullptr && (batch.settled[s] < 1 || batch.settled[s] > batch.counts[s])) {
+        return "sequence " + std::to_string(s) + ": keeps the states behind " + std::to_string(batch.settled[s]) + " of " +
+               std::to_string(batch.counts[s]) + " tokens";
+    }
     int64_t read = std::max(0, batch.starts[s] - 1) / batch.block_size;
     if (batch.window_firsts[s] <= read) return "";
     return "sequence " + std::to_string(s) + ": reads the page of place " + std::to_string(read) + ", they begin at " +
@@ -153,7 +159,7 @@ void write_states(StepState &step) {
     auto runs = static_cast<int64_t>(own.runs.size());
     auto write = [&](int64_t i, int64_t begin, int64_t end, const char *content) {
         const PageRun &run = own.runs[static_cast<size_t>(i)];
-        if (!step.live[static_cast<size_t>(run.sequence)]) return;
+        if (run.place < 0 || !step.live[static_cast<size_t>(run.sequence)]) return;
         page_of(step, run).stretches(begin, end, [&](char *to, int64_t at, size_t bytes) {
             std::memcpy(to, content + at - begin, bytes);
         });

@@ -49,7 +49,7 @@ def _begin_states(
         marks += tl.load(base)
     first, end = _cuts_of(sequence, cuts, SINGLE)
     start = tl.load(starts + sequence)
-    there = tl.load(written + (end - 1) * PAGE_BLOCKS, mask=end > first, other=-1) >= 0
+    there = tl.load(written + first * PAGE_BLOCKS, mask=end > first, other=-1) >= 0
     page = tl.load(read + sequence * PAGE_BLOCKS, mask=there & (start > 0), other=-1)
     place = marks + page.to(tl.int64) * block_stride
     low = tl.load(place, mask=page >= 0, other=-1)
@@ -79,7 +79,7 @@ def _end_states(
     begin, behind = sequence, sequence + 1
     if not SINGLE:
         begin, behind = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
-    there = tl.load(written + (end - 1) * PAGE_BLOCKS, mask=end > first, other=-1) >= 0
+    there = tl.load(written + first * PAGE_BLOCKS, mask=end > first, other=-1) >= 0
     for cut in range(first, end):
         page = tl.load(written + cut * PAGE_BLOCKS)
         count = start + 1

@@ -333,12 +333,12 @@ class Peer:
 
     def _push_window(self, granted: GrantedBlocks, num_tokens: int) -> None:
         """Send the windowed blocks that stay of a prompt, which is computed."""
-        state, memory = self._push_states.get(granted.ref), granted.memory
-        own, target = granted.window, granted.target_window
+        state, own, target = self._push_states.get(granted.ref), granted.window, granted.target_window
         if state is None or self._queue is None or own is None or target is None:
             return
-        if not self._sender.is_writing(granted.ref):
+        if self._copying is None or not self._sender.is_writing(granted.ref):
             return
+        memory = self._copying.exchanged
         for first, blocks in window_runs(memory.layout, num_tokens, own, target):
             state.bytes_sent += len(blocks) * memory.layout.bytes_per_block
             targets = granted.target_table[first : first + len(blocks)]

@@ -83,10 +83,43 @@ def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_a_stream_goes_on_after_its_decode_worker_died(tmp_path: Path, transport: str) -> None:
+def test_drafted_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
+    """A pattern leaves the answers no choice, so that drafts are right; the next prompts go on from them."""
+    folder = tmp_path / "lfm2"
+    with serving(folder, "--transport", transport, "--speculative-tokens", "4") as served:
+        prompts = [tiny_model.prompt(seed, length) for seed, length in ((5, 7), (6, 64), (7, 90))]
+        fixed = asyncio.run(_fixed(served.stack, prompts))
+        for prompt, (answer, drafted, accepted) in zip(prompts, fixed, strict=True):
+            assert len(answer) / 2 < accepted < min(drafted, len(answer))
+            turn = [*prompt, *answer, 7, 8, 9]
+            (found,) = answers(served, [turn])
+            assert best(folder, turn, tokens(found)[0])
+            if transport != "tcp":
+                assert found.usage.cached_prompt_tokens > len(prompt)
+        served.stack.wait_idle()
+
+
+async def _fixed(stack: Stack, prompts: list[list[int]]) -> list[tuple[list[int], int, int]]:
+    """Return answers of one fixed text, with their tokens that were drafted and those that were right."""
+    found = []
+    async with AsyncClient(stack.address) as client:
+        for prompt in prompts:
+            one = await client.generate(
+                tuple(prompt), regex=10 * "alphabet ", max_tokens=200, temperature=0.0, timeout_s=120
+            )
+            usage = one.usage
+            found.append((list(one.choices[0].token_ids), usage.drafted_tokens, usage.accepted_draft_tokens))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", ["0", "4"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_a_stream_goes_on_after_its_decode_worker_died(tmp_path: Path, transport: str, drafts: str) -> None:
     """Compute the states that died with the worker from the delivered tokens, with the same text."""
     folder = tmp_path / "lfm2"
-    with serving(folder, "--transport", transport, "--decode-workers", "2") as served:
+    flags = ("--transport", transport, "--speculative-tokens", drafts, "--decode-workers", "2")
+    with serving(folder, *flags) as served:
         prompt = PROMPTS[4]
         whole = asyncio.run(_streamed(served.stack, prompt, kill=False))
         cut = asyncio.run(_streamed(served.stack, prompt, kill=True))

@@ -76,8 +76,10 @@ class KVLayout:
             raise ValueError("the draft model's segment has blocks of as many tokens, and no further segment")
         if self.foreign_bytes and self.draft is not None:
             raise ValueError("blocks have a draft model's segment, or bytes of another one's")
-        if self.windows is not None and (self.latent or self.draft is not None):
+        if self.windows is not None and (self.latent or (self.draft is not None and self.states is None)):
             raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
+        if self.draft is not None and self.draft.states is not None:
+            raise ValueError("a draft model's segment has no recurrent states")
         if self.states is not None and (self.windows is None or self.windows.tables != self.states.blocks):
             raise ValueError("pages of recurrent states are the blocks of a place beside its full one")
 

@@ -147,11 +147,12 @@ def layout(draft: Model | FeatureHead | None = None, shape: ModelShape | None = 
     """Return the layout of blocks; where a `shape` is given, layers with a window have their own, recurrent
     ones their pages.
     """
+    segment = None if draft is None else draft.kv_layout(BLOCK)
     if shape is not None and shape.recurrent_layers:
-        return model(shape).kv_layout(BLOCK)
+        return replace(model(shape).kv_layout(BLOCK), draft=segment)
     return replace(
         model(shape).kv_layout(BLOCK),
-        draft=None if draft is None else draft.kv_layout(BLOCK),
+        draft=segment,
         windows=None if shape is None else window_groups(shape.windows),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from transformers import Lfm2Config
 
 from decode_worker import pool_memory as decode_pool
 from decode_worker.config import DecodeSettings
+from diptych.cli.doctor import given_draft
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.batch import AbortWords, SequenceStep
@@ -23,8 +25,10 @@ from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.models.recurrent import ShortConvShape
 from diptych.engine.models.shape import LayerShape
 from diptych.engine.weights.checkpoint import shape_of
+from diptych.runtime.settings import StartupError
 from diptych.worker_process import engine_loader
 from diptych.worker_process.config import LARGEST_GPU_BLOCK, ImpossibleSettings, why_not_together
+from diptych.worker_process.draft_loader import UnfitDraftModel
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.recurrent_model import (
     check_recurrent_settings,
@@ -47,8 +51,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel": 2}, "--tensor-parallel 2"),
     ({"pipeline_parallel": 2}, "--pipeline-parallel 2"),
     ({"sum_parts": 2}, "--sum-parts 2"),
-    ({"speculative_model": "draft"}, "--speculative-model draft"),
-    ({"speculative_tokens": 3}, "--speculative-tokens 3"),
     ({"batch_invariant": True}, "--batch-invariant"),
 ]
 
@@ -66,6 +68,8 @@ def test_what_is_not_computed_is_refused_by_its_flag(settings: dict[str, Any], f
 
 def test_other_settings_are_not_refused() -> None:
     check_recurrent_settings(decode(), RECURRENT)
+    check_recurrent_settings(decode(speculative_tokens=3), RECURRENT)
+    check_recurrent_settings(decode(speculative_model="draft"), RECURRENT)
     for backend in ("torch", "native", "triton"):
         check_recurrent_settings(PrefillSettings(model="m", secret="ab" * 32, backend=backend), RECURRENT)
 
@@ -76,8 +80,19 @@ async def test_a_worker_refuses_before_it_loads(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setattr(engine_loader, "load_whole", None)
     assert shape_of(folder).recurrent_layers == (0, 2)
-    with pytest.raises(ImpossibleSettings, match="--speculative-tokens 2 does not go with"):
-        await load_engine(decode(str(folder), device="cpu", speculative_tokens=2))
+    with pytest.raises(ImpossibleSettings, match="--window-blocks off does not go with"):
+        await load_engine(decode(str(folder), device="cpu", window_blocks="off"))
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    drafts: list[tuple[Path, type[StartupError], str]] = [
+        (heads, ImpossibleSettings, "heads do not go with the recurrent layers of lfm2"),
+        (folder, UnfitDraftModel, "a draft model may have no recurrent layers, as lfm2 has"),
+    ]
+    for named, kind, why in drafts:
+        with pytest.raises(kind, match=f"^--speculative-model {named}: {why}"):
+            await load_engine(decode(str(folder), device="cpu", speculative_model=str(named)))
+        assert why in given_draft(str(named), str(folder)).text
 
 
 def test_states_and_larger_blocks_are_described() -> None:

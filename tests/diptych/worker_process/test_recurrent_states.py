@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decode_worker.window_rows import WindowRows
+from diptych.engine import state_cuts
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.batch import AbortWords
@@ -163,7 +164,7 @@ async def test_states_that_were_advanced_twice_make_no_text(monkeypatch: pytest.
 async def test_the_page_of_another_place_is_wrong(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
     """The count of tokens finds it; and where that is not asked for the tokens are others."""
     monkeypatch.setattr(
-        step_states,
+        state_cuts,
         "_page",
         lambda step, place: [t[max(place - step.window_first - 1, 0)] for t in step.window_tables],
     )

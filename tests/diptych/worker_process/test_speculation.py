@@ -16,6 +16,7 @@ import pytest
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import Launched, SequenceStep
+from diptych.engine.models.shape import ModelShape
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
@@ -23,14 +24,16 @@ from tests.diptych.worker_process.test_launched_ahead import complaints
 from tests.forms import sampled
 
 PROMPT = (5, 9, 2)
+ASKED = 20
+"""Tokens of the model's text that are looked up at once."""
 
 
 class Knowing:
-    """Drafts what the model will say where it is greedy, but for a share of the tokens."""
+    """Drafts what the model of a shape will say where it is greedy, but for a share of the tokens."""
 
-    def __init__(self, wrong: float, resting: float = 0.0) -> None:
+    def __init__(self, wrong: float, resting: float = 0.0, shape: ModelShape | None = None) -> None:
         self._rng = random.Random(7)
-        self._wrong, self._resting = wrong, resting
+        self._wrong, self._resting, self._shape = wrong, resting, shape
         self.drafted = 0
 
     def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -39,7 +42,8 @@ class Knowing:
     def _draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
         row = sequence.next_row
         said = len(row.output_ids)
-        truth = greedy(tuple(row.prompt_ids), said + count)[said:]
+        known = -(-(said + count) // ASKED) * ASKED
+        truth = greedy(tuple(row.prompt_ids), known, shape=self._shape)[said : said + count]
         self.drafted += count
         return [self._rng.randrange(VOCABULARY) if self._rng.random() < self._wrong else t for t in truth]
 

@@ -48,22 +48,26 @@ def decode_runs(start: int, *, crossing: bool) -> StateRuns:
     )  # fmt: skip
 
 
-def chunk_runs(start: int, count: int) -> StateRuns:
+def chunk_runs(start: int, count: int, guesses: int = 0) -> StateRuns:
     """Return one chunk of `count` tokens from `start` on over a ring of two pages, before an empty sequence.
 
-    The page that is read is written as well.
+    The page that is read is written as well. States behind `guesses` more tokens are kept nowhere.
     """
     pages = pages_of(2)
     first, last = start // SIZE, (start + count - 1) // SIZE
     kept = list(range(max(first, last - 1), last + 1))
     ends = [min((place + 1) * SIZE, start + count) - start for place in kept]
+    cuts = len(kept) + bool(guesses)
+    count += guesses
+    ends += [count] * bool(guesses)
     read = pages[[(start - 1) // SIZE % 2]] if start else pages[[0]]
-    written = torch.cat([pages[[place % 2 for place in kept]], torch.full((1, PAGE_BLOCKS), NO_PAGE)]).int()
+    nowhere = torch.full((1 + bool(guesses), PAGE_BLOCKS), NO_PAGE)
+    written = torch.cat([pages[[place % 2 for place in kept]], nowhere]).int()
     counts = {(start - 1) // SIZE % 2: start} if start else {}
     return StateRuns(
         pool_with(counts, pages), BLOCK_FLOATS, slice(0, count), torch.cat([read, read]), written,
         torch.tensor([start, 0]).int(), torch.zeros(2).int(), torch.tensor([0, count, count]).int(),
-        torch.tensor([0, len(kept), len(kept)]).int(), torch.tensor([*ends, 0]).int(), count,
+        torch.tensor([0, cuts, cuts]).int(), torch.tensor([*ends, 0]).int(), count,
     )  # fmt: skip
 
 
@@ -121,6 +125,22 @@ def test_decode_rows(start: int, crossing: bool, gated: bool, device: torch.devi
 )
 def test_chunks(start: int, count: int, gated: bool, device: torch.device) -> None:
     compare(chunk_runs(start, count), device, 4, torch.float32, gated=gated)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 3), (5, 1), (14, 4), (16, 1)])
+def test_guesses_are_computed_and_kept_nowhere(start: int, count: int, device: torch.device) -> None:
+    """The pages are those of a chunk without them."""
+    pools = []
+    for guesses in (0, 3):
+        runs = chunk_runs(start, count, guesses)
+        compare(runs, device, 4, torch.float32, gated=False)
+        ours = on(runs, device)
+        x = torch.randn(8, 150, generator=torch.Generator().manual_seed(2))[: count + guesses].to(device)
+        begin_states(ours)
+        causal_conv(x, torch.ones(150, 4, device=device), None, ours, FIRST, out=torch.empty_like(x))
+        end_states(ours, x)
+        pools.append(bits(ours.pool))
+    assert torch.equal(*pools)
 
 
 @pytest.mark.parametrize("taps", [1, 2, 3])

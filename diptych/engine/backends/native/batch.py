@@ -156,6 +156,8 @@ def native_batch(
         arrays["turns"] = array("i", turns.tolist())
     if given.ends is not None:
         arrays["ends"] = array("i", given.ends)
+    if any(step.settled is not None for step in sequences):
+        arrays["settled"] = array("i", [step.kept_tokens for step in sequences])
     images = given.images
     if images is not None:
         arrays["image_places"] = images.places

@@ -130,7 +130,7 @@ def _runs(sequences: Sequence[SequenceStep]) -> list[_Run]:
     singles: dict[int, list[tuple[int, int, SequenceStep]]] = {}
     begin = 0
     for number, step in enumerate(sequences):
-        if len(step.token_ids) == 1 and step.start:
+        if len(step.token_ids) == 1 and step.start:  # a single token is no guess
             singles.setdefault(id(step.memory), []).append((number, begin, step))
         else:
             runs.append(_chunk(number, begin, step))
@@ -146,11 +146,16 @@ def _pages_of(step: SequenceStep) -> StatePages:
 
 def _chunk(number: int, begin: int, step: SequenceStep) -> _Run:
     device, start, before = step.memory.device, step.start, page_before(step)
+    kept = {cut.end: cut.page for cut in state_cuts(step)}
+    # Sums over a chunk are not those of its tokens one by one, as they come without guesses.
+    ends = kept if step.settled is None else range(1, len(step.token_ids) + 1)
     pieces, at = [], 0
-    for cut in state_cuts(step):
-        page = torch.tensor([cut.page], device=device)
-        pieces.append(_Piece(slice(at, cut.end), page, torch.tensor([start + cut.end], device=device)))
-        at = cut.end
+    for end in ends:
+        page, count = kept.get(end), torch.tensor([start + end], device=device)
+        pieces.append(
+            _Piece(slice(at, end), None if page is None else torch.tensor([page], device=device), count)
+        )
+        at = end
     read = None if before is None else torch.tensor([before], device=device)
     rows = torch.arange(begin, begin + len(step.token_ids), device=device).unsqueeze(0)
     return _Run(_pages_of(step), [number], rows, read, torch.tensor([start], device=device), pieces)

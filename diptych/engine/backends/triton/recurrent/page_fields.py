@@ -31,7 +31,7 @@ class PageFields:
     def __init__(self, tokens: int, sequences: int, block_size: int, layout: StateLayout) -> None:
         """Count fields of pages of `layout`."""
         self._layout, self._sequences = layout, sequences
-        self._most_cuts = tokens // block_size + 2 * sequences
+        self._most_cuts = tokens // block_size + 3 * sequences
 
     def sizes(self) -> dict[str, tuple[npt.DTypeLike, int]]:
         """Return each field's type and numbers."""
