@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from diptych.engine.adapters.adapter import BadAdapter
 from diptych.engine.adapters.reader import read_adapter
+from diptych.engine.backends.lacks import lacks_adapters
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
-from diptych.engine.backends.torch.supports import lacks_adapters
 from diptych.engine.batch import BatchError, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
