@@ -27,7 +27,7 @@ from diptych.runtime.worker_metrics import DecodeMetrics
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.device_copies import DeviceCopies, page_lock
+from diptych.worker_process.device_copies import copies_of, page_lock
 from diptych.worker_process.engine_loader import load_engine, transports_of
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
@@ -137,7 +137,7 @@ class DecodeWorker:
             parse_tiers(settings.kv_tier),
             engine.fingerprint,
             memory.layout.bytes_per_block,
-            lock=page_lock(memory.device),
+            lock=page_lock(memory.device) if engine.group is None else None,
         )
         if stack is None:
             return None
@@ -148,7 +148,7 @@ class DecodeWorker:
             stack,
             changed=requests.blocks_changed,
             moved=self._tiers_changed,
-            device=DeviceCopies.of(memory, stack.slots),
+            copies=copies_of(memory, stack.slots),
         )
         requests.tiers = tiers
         watch_stack(stack, self._metrics)

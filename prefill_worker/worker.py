@@ -20,7 +20,7 @@ from diptych.runtime.worker_metrics import PrefillMetrics
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.device_copies import DeviceCopies, page_lock
+from diptych.worker_process.device_copies import copies_of, page_lock
 from diptych.worker_process.engine_loader import load_engine, transports_of
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
@@ -148,7 +148,7 @@ class PrefillWorker:
             self._engine.fingerprint,
             self._engine.layout.bytes_per_block,
             reads_shared=True,
-            lock=page_lock(self._engine.model.device),
+            lock=page_lock(self._engine.model.device) if self._engine.group is None else None,
         )
 
     def _make_handoff(self, chunk: int) -> HandoffClient:
@@ -248,9 +248,9 @@ class PrefillWorker:
             scratch.memory,
             pool,
             stack,
-            changed=lambda: None,
+            changed=scratch.serve_waiting,
             moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
-            device=DeviceCopies.of(scratch.memory, stack.slots),
+            copies=copies_of(scratch.memory, stack.slots),
         )
         self._tiers.start()
         watch_stack(stack, self._metrics)

@@ -94,6 +94,7 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
     # Imported here: torch takes a second, and doctor must be able to say that it cannot be imported.
     from diptych.engine.backends.native import supports as native
     from diptych.engine.backends.triton import supports as triton
+    from diptych.planner.capacity import PAGES
     from diptych.planner.model_costs import kv_bytes, model_costs
     from diptych.planner.model_shape import NotPlanned, read_shape
 
@@ -109,7 +110,8 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
     )
     size += f", {costs.kv_bytes / 1024:.3g} KiB a token for keys and values"
     if costs.state_bytes:
-        size += f", {costs.state_bytes / 2**20:.3g} MiB of recurrent states a sequence"
+        size += f", {PAGES} x {costs.state_bytes / 2**20:.3g} MiB of recurrent states a sequence"
+        size += ", one process a worker and no drafts"
     if shape.latent is None and not costs.state_bytes:
         size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
     if mmproj is None and not path.is_dir():

@@ -218,6 +218,13 @@ def plan(
             dollars_an_hour=price_hour,
             api=None if api_price is None else _api(api_price),
         )
+        if question.shape.recurrent_layers:
+            refuse_given(
+                f"does not go with the recurrent layers of {question.shape.family}",
+                ("--tensor-parallel", _several(tensor_parallel)),
+                ("--prefill-tensor-parallel", _several(prefill_tensor_parallel)),
+                ("--speculative-model", speculative_model),
+            )
         if replayed is not None:
             replay_on(question, replayed, as_json=as_json)
             return
@@ -233,6 +240,10 @@ def plan(
         print(json.dumps(made.as_json(), indent=2, allow_nan=False))
     else:
         Console().print(report(made))
+
+
+def _several(cards: int | None) -> int | None:
+    return cards if cards is not None and cards > 1 else None
 
 
 def _demand(

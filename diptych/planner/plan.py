@@ -73,6 +73,11 @@ class Plan:
                 "Both phases together need less than one worker's time: one card with both workers on it "
                 "may serve this load."
             )
+        if self.costs.held_bytes and self.question.results is None:
+            found.append(
+                "Times are the card's limits. Torch computes these recurrent layers and is far from them, "
+                "most of all in prompts: plan with loads that diptych bench measured (--bench)."
+            )
         if self.bill is not None and self.bill.break_even_rate is not None:
             demand, rate = self.question.demand, self.bill.break_even_rate
             better = "less" if rate < demand.rate else "more"

@@ -64,10 +64,11 @@ def _model(plan: Plan) -> Iterator[Row]:
 def _decode(plan: Plan) -> Iterator[Row]:
     fleet, demand = plan.fleet, plan.question.demand
     tokens = demand.input_tokens + demand.output_tokens
+    each = " and the states each" if plan.costs.state_bytes else " each"
     yield (
         "streams that fit",
         f"{fleet.streams_that_fit}",
-        f"memory beside the weights ÷ {tokens:.0f} tokens each",
+        f"memory beside the weights ÷ {tokens:.0f} tokens{each}",
     )
     yield "streams at most", f"{fleet.streams_at_most}", "those that fit, within the time between tokens"
     yield (

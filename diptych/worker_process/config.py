@@ -345,8 +345,6 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     by_triton = settings.backend not in ("native", "torch")  # on a GPU; on CPUs fp8 is refused below
     if settings.kv_cache_dtype == "int8" or (settings.kv_cache_dtype == "fp8" and not by_triton):
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
-    if settings.kv_tier:
-        yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.batch_invariant:
         yield f"--batch-invariant is not promised with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport in ("nccl", "gloo"):
@@ -366,6 +364,11 @@ def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:
         )
     if not settings.rendezvous or settings.rank_key_file is None:
         yield f"--remote-ranks {count} needs --rendezvous and --rank-key-file"
+    if settings.kv_tier:
+        yield (
+            f"--kv-tier {settings.kv_tier} does not go with --remote-ranks {count}: every block that is "
+            "stored or loaded would pass the network between the hosts"
+        )
     if settings.transport not in ("auto", "tcp"):
         yield f"--transport {settings.transport} does not reach the ranks of other hosts: tcp does"
     if settings.internal_tls is not None and not settings.insecure_kv_network:

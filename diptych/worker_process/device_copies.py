@@ -22,19 +22,13 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.pinned import PageLock, PinnedEntry, PinnedSlots
 from diptych.runtime.task_cancellation import to_its_end
+from diptych.worker_process.block_copies import BlockCopies, Mark
+from diptych.worker_process.spread_copies import SpreadCopies
 from kvtransfer.transports.cuda_driver import register_page, unregister_page
 from kvtransfer.transports.host_blocks import host_view
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Destination and source: the bytes of a block."""
-
-
-class Mark(Protocol):
-    """Point in a queue of a device."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has come there."""
-        ...
 
 
 class CopyQueue(Protocol):
@@ -75,15 +69,15 @@ class CudaCopyQueue:
 
 
 class DeviceCopies:
-    """Copies between `memory`, which is a device's, and host memory: `slots`, where there are some."""
+    """Copies between `memory`, which is a device's, and host memory: `slots`, where there are some.
+
+    See `BlockCopies`.
+    """
+
+    holds = False
 
     def __init__(self, memory: KVMemory, slots: PinnedSlots | None, queue: CopyQueue) -> None:
         self._memory, self._slots, self._queue = memory, slots, queue
-
-    @classmethod
-    def of(cls, memory: KVMemory, slots: PinnedSlots | None) -> DeviceCopies | None:
-        """Return the copies of a GPU's memory; None for memory of the host, which needs none."""
-        return cls(memory, slots, CudaCopyQueue(memory.device)) if memory.device.type == "cuda" else None
 
     def mark(self) -> Mark:
         """Return the mark after which the blocks that are published now are computed."""
@@ -138,3 +132,14 @@ class CudaPageLock:
 def page_lock(device: torch.device) -> PageLock | None:
     """Return what locks memory that copies of `device` use; None for a CPU, which has none."""
     return CudaPageLock(device) if device.type == "cuda" else None
+
+
+def copies_of(memory: KVMemory, slots: PinnedSlots | None) -> BlockCopies | None:
+    """Return the copies of a GPU's memory, or of one that ranks hold shares of; None for whole blocks of the
+    host, which need none.
+    """
+    if memory.spread is not None:
+        return SpreadCopies(memory, memory.spread)
+    if memory.device.type == "cuda":
+        return DeviceCopies(memory, slots, CudaCopyQueue(memory.device))
+    return None

@@ -3,14 +3,15 @@
 **Out.** A block that enters the prefix cache is copied soon after, by a thread of its own, one at a time, and
 then stored by another thread. A block whose copy runs is not given out: its eviction waits for that copy,
 which is one of memory alone. One that is evicted before is copied at that moment. Nothing is held for this,
-so that no sequence has to make way for it. Where tiers are slower than blocks come, blocks are left out.
+so that no sequence has to make way for it, but one block that the ranks of a group have shares of: their
+answers may take a step. Where tiers are slower than blocks come, blocks are left out.
 
 **In, at a decode worker.** When an attempt is announced and a tier holds more of its prefix than the pool
 does, the announcement waits while another thread reads these blocks into memory of its own, where they are
 checked. Then the event loop takes a block of the pool, copies, and enters it into the prefix cache, one after
 the other: between two of them nothing is held. The attempt's grant finds them there as it finds computed
-blocks. On a GPU the blocks of a batch are copied together, beside the steps (device_copies.py). What has not
-come within `LOAD_S` is a miss; until a read that was too slow returns, no other begins.
+blocks. On a GPU, or where ranks hold shares, those of a batch are copied together (block_copies.py). What has
+not come within `LOAD_S` is a miss; until a read that was too slow returns, no other begins.
 
 **In, at a prefill worker that copies.** It holds blocks of scratch for a whole prompt before it asks for a
 grant, and what tiers have of the prompt is copied into these.
@@ -37,7 +38,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.pinned import PinnedEntry
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
-from diptych.worker_process.device_copies import DeviceCopies, Mark
+from diptych.runtime.failpoints import reach
+from diptych.worker_process.block_copies import BlockCopies, Mark
 from diptych.worker_process.tier_loads import MOST_LOADS, TierLoads
 from diptych.worker_process.tier_writes import Fresh, TierWrites
 from kvtransfer.transports.host_blocks import host_view
@@ -64,9 +66,9 @@ class KvTiers:
         *,
         changed: Callable[[], None],
         moved: Callable[[Sequence[bytes], Sequence[bytes]], None],
-        device: DeviceCopies | None = None,
+        copies: BlockCopies | None = None,
     ) -> None:
-        """Take two callbacks, and what copies to and from a memory that is a device's.
+        """Take two callbacks, and what copies to and from a memory that is no whole one of the host.
 
         `changed` is called when blocks were released or the prefix cache has changed, `moved` with keys that
         are in a tier and not in the pool, as others stored them, and with keys that are in neither any more.
@@ -78,13 +80,15 @@ class KvTiers:
         self._moved = moved
         stack.on_dropped = lambda keys: self._on_loop(self._dropped, keys)
         stack.on_found = lambda keys: self._on_loop(self._found, keys)
-        self._device = device
-        self._writes = TierWrites(memory, pool, device, changed)
+        self._copies = copies
+        self._writes = TierWrites(memory, pool, copies, changed)
         self._queue: dict[bytes, tuple[int, bytes, Mark | None]] = {}
         self._copying: bytes | None = None
+        self._held: list[int] = []
+        """Block that is being copied, where it is held for that."""
         self._copied = threading.Event()
         self._storing = 0
-        stage = None if device is None else device.stage
+        stage = None if copies is None else copies.stage
         self.loads = TierLoads(memory.layout.block_size, stack, stage)
         self._tasks: set[asyncio.Task[None]] = set()
         self._rescanning: Future[None] | None = None
@@ -141,7 +145,7 @@ class KvTiers:
         """Take the keys that entered the prefix cache."""
         if not self.stack.stores:
             return
-        computed = None if self._device is None else self._device.mark()
+        computed = None if self._copies is None else self._copies.mark()
         for key in keys:
             if key not in self.stack and (place := self._pool.place_of(key)) is not None:
                 self._queue[key] = (*place, computed)
@@ -156,6 +160,9 @@ class KvTiers:
         key = next(iter(self._queue))
         block, parent, computed = self._queue.pop(key)
         self._copying, epoch = key, self.stack.epoch
+        self._held = (
+            self._pool.acquire_prefix([key]) if self._copies is not None and self._copies.holds else []
+        )
         self._copied.clear()
         copy = self._copier.submit(self._copy, block, computed)
         copy.add_done_callback(lambda _: self._copied.set())  # also of a copy that is cancelled
@@ -163,17 +170,26 @@ class KvTiers:
 
     def _copy(self, block: int, computed: Mark | None) -> memoryview | PinnedEntry:
         """Return a copy of a block that nothing writes. Runs on the copier's thread."""
-        if self._device is not None and computed is not None:
-            return self._device.read(block, computed)
+        reach("tiers.copy")
+        if self._copies is not None and computed is not None:
+            return self._copies.read(block, computed)
         return _copy_of(self._memory, block)
 
     def _copy_done(
         self, key: bytes, parent: bytes, done: Future[memoryview | PinnedEntry], epoch: int
     ) -> None:
         self._copying = None
+        self._give_back()
         if not done.cancelled():
             self._store(key, parent, done.result(), epoch)
         self._copy_next()
+
+    def _give_back(self) -> None:
+        """Release the block that was held for its copy."""
+        held, self._held = self._held, []
+        if held:
+            self._pool.release(held)
+            self._changed()
 
     def _evicted(self, key: bytes, block: int) -> None:
         """Return when an evicted block may be written over, with a copy of it if there was none."""
@@ -181,8 +197,8 @@ class KvTiers:
             self._copied.wait()
             return
         place = self._queue.pop(key, None)
-        # A device has to be waited for, which an event loop does not.
-        if place is not None and self._storing < MOST_COPIES and self._device is None:
+        # A device, or a rank, has to be waited for, which an event loop does not.
+        if place is not None and self._storing < MOST_COPIES and self._copies is None:
             self._store(key, place[1], _copy_of(self._memory, block), self.stack.epoch)
 
     def _store(self, key: bytes, parent: bytes, payload: memoryview | PinnedEntry, epoch: int) -> None:

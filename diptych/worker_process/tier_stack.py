@@ -48,13 +48,15 @@ def make_stack(
 ) -> TierStack | None:
     """Return the tiers that are configured, None without any. Raises TierUnusable.
 
-    Blocks are stored under what two workers must share to exchange them: no other block is ever read. With
+    Blocks are stored under what two workers must share to exchange them, a drafter's segment included: no
+    other block is ever read. Workers of other degrees find them, those with other parts do not. With
     `reads_shared` nothing is stored in tiers that workers share: those that the blocks are handed to do that.
     Memory is page-locked where `lock` is given, if it can be.
     """
     if not specs:
         return None
-    name = hashlib.blake2b(repr(fingerprint).encode(), digest_size=FINGERPRINT_BYTES).digest()
+    stored = repr(fingerprint.of_whole_blocks)
+    name = hashlib.blake2b(stored.encode(), digest_size=FINGERPRINT_BYTES).digest()
     form = EntryFormat(name, block_bytes)
     try:
         tiers = [

@@ -1,7 +1,8 @@
 """Verified blocks of tiers on their way into a pool.
 
 On a CPU one block after the other is taken, copied and entered into the prefix cache, so that between two of
-them nothing is held. On a GPU the blocks of a batch are held while they are copied beside the steps.
+them nothing is held. The blocks of a batch are held together while a GPU copies them beside the steps, or the
+ranks of a group write their shares between two.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Sequence
 from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import StoredBlock
-from diptych.worker_process.device_copies import DeviceCopies
+from diptych.runtime.failpoints import reach
+from diptych.worker_process.block_copies import BlockCopies
 from kvtransfer.transports.host_blocks import write_block
 
 Fresh = Callable[[], bool]
@@ -23,10 +25,10 @@ class TierWrites:
     """Writer of loaded blocks. All calls are made on the event loop."""
 
     def __init__(
-        self, memory: KVMemory, pool: BlockPool, device: DeviceCopies | None, changed: Callable[[], None]
+        self, memory: KVMemory, pool: BlockPool, copies: BlockCopies | None, changed: Callable[[], None]
     ) -> None:
         """Take the pool and its memory; `changed` is called when blocks that a copy held are given back."""
-        self._memory, self._pool, self._device, self._changed = memory, pool, device, changed
+        self._memory, self._pool, self._copies, self._changed = memory, pool, copies, changed
 
     async def cache(self, batch: Sequence[StoredBlock], fresh: Fresh) -> int:
         """Bring blocks, each of which continues the one before, into the pool and the prefix cache.
@@ -34,8 +36,8 @@ class TierWrites:
         Return how many leading ones are there: fewer if the pool has no room, or if the block before the
         first was evicted meanwhile.
         """
-        if self._device is not None:
-            return await self._cache_together(batch, self._device, fresh)
+        if self._copies is not None:
+            return await self._cache_together(batch, self._copies, fresh)
         for count, one in enumerate(batch):
             if not (fresh() and self._cache(one)):
                 return count
@@ -44,8 +46,8 @@ class TierWrites:
 
     async def fill(self, blocks: Sequence[int], batch: Sequence[StoredBlock], fresh: Fresh) -> int:
         """Write blocks into `blocks`, which the caller holds; return how many leading ones are written."""
-        if self._device is not None:
-            await self._device.write(blocks, [one.payload for one in batch])
+        if self._copies is not None:
+            await self._copies.write(blocks, [one.payload for one in batch])
             return len(batch) if fresh() else 0
         for count, (block, one) in enumerate(zip(blocks, batch, strict=True)):
             if not fresh():
@@ -68,14 +70,15 @@ class TierWrites:
             except OutOfBlocks:
                 return False
             write_block(self._memory, block, one.payload)
+            reach("tiers.write")
             cached = pool.insert(block, one.key, one.parent)
             pool.release([block])
             return cached
         finally:
             pool.release(before)
 
-    async def _cache_together(self, batch: Sequence[StoredBlock], device: DeviceCopies, fresh: Fresh) -> int:
-        """Copy blocks of the host into a device's pool at a time, and then enter them into the cache."""
+    async def _cache_together(self, batch: Sequence[StoredBlock], copies: BlockCopies, fresh: Fresh) -> int:
+        """Copy blocks of the host into the pool together, and then enter them into the cache."""
         pool = self._pool
         there = next((place for place, one in enumerate(batch) if not pool.match([one.key])), len(batch))
         new = batch[there:]
@@ -88,7 +91,7 @@ class TierWrites:
         try:
             blocks = pool.allocate(min(len(new), pool.available()))
             new = new[: len(blocks)]
-            await device.write(blocks, [one.payload for one in new])
+            await copies.write(blocks, [one.payload for one in new])
             for block, one in zip(blocks, new, strict=True):
                 if not fresh() or not (pool.match([one.key]) or pool.insert(block, one.key, one.parent)):
                     break

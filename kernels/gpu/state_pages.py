@@ -30,9 +30,10 @@ def page_floats(pool, table, at, mask, block_stride, BLOCK_FLOATS: tl.constexpr)
 @triton.jit
 def _cuts_of(sequence, cuts, SINGLE: tl.constexpr):
     """Return the first cut of a sequence, and the one behind its last."""
-    if SINGLE:
-        return sequence, sequence + 1
-    return tl.load(cuts + sequence), tl.load(cuts + sequence + 1)
+    first, end = sequence, sequence + 1
+    if not SINGLE:
+        first, end = tl.load(cuts + sequence), tl.load(cuts + sequence + 1)
+    return first, end
 
 
 @triton.jit

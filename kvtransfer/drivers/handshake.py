@@ -8,7 +8,7 @@ are free. And drafters may differ: then blocks go without a drafter's segment, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from diptych.runtime.kv_layout_name import drafter_of, without_draft
@@ -67,6 +67,11 @@ class Fingerprint:
     def drafter(self) -> str:
         """Name of what workers share whose drafters read one another's segments; empty without a drafter."""
         return drafter_of(self.kv_layout, self.draft_digest)
+
+    @property
+    def of_whole_blocks(self) -> Fingerprint:
+        """Properties of whole blocks: the number of ranks that write them does not matter."""
+        return replace(self, tensor_parallel=1)
 
     @property
     def cache_layout(self) -> str:

@@ -59,7 +59,7 @@ class ScratchBlocks:
         """Return all blocks."""
         if self.window is None:
             return self.block_ids
-        return [*self.block_ids, *self.window.pinned, *self.window.ring]
+        return [*self.block_ids, *self.window.held]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +159,10 @@ class Scratch:
         self._report()
         return forgotten
 
+    def serve_waiting(self) -> None:
+        """Give blocks to those that wait for them: some were released by other hands."""
+        self._serve()
+
     def cached_keys(self) -> Collection[bytes]:
         """Return the keys of all cached blocks."""
         return self._pool.cached_keys()
@@ -256,13 +260,17 @@ class Scratch:
         hit, every = prefix.acquire(usable), layout.blocks_for(num_tokens)
         places = every - len(hit.full)
         tail = prefix.tail(usable, len(hit.full), every)
-        rings = (groups.ring_blocks(places, self._chunk, layout.block_size, last) for last in (tail, 0))
-        ring = next((one for one in rings if places + one <= self._pool.available()), None)
-        if ring is None:
+        rings = (
+            (last, groups.ring_blocks(places, self._chunk, layout.block_size, last)) for last in (tail, 0)
+        )
+        fitting = next((one for one in rings if places + one[1] <= self._pool.available()), None)
+        if fitting is None:
             self._pool.release(hit.blocks)
             return None
-        fresh = self._pool.allocate(places + ring)
+        tail, blocks = fitting
+        fresh = self._pool.allocate(places + blocks)
         self._report()  # keys that made room
-        window = PromptWindow(groups.tables, hit.pinned, fresh[places:], len(hit.full))
+        ring = groups.ring_of(fresh[places:], every, tail)
+        window = PromptWindow(groups.tables, hit.pinned, ring, len(hit.full))
         cached_tokens = len(hit.full) * layout.block_size
         return ScratchBlocks(hit.full + fresh[:places], cached_tokens, keys, self._epoch, num_tokens, window)

@@ -39,6 +39,8 @@ class Grant:
     """Transport by which the writer fills it: only what proves the writer's end there ends a quarantine."""
     window_pins: tuple[int, ...] = ()
     """Windowed blocks of the cached prefix, pinned as it is."""
+    ring: tuple[int, ...] = ()
+    """Entries of the writer's ring of windowed blocks (`PromptWindow.ring`), which may name one twice."""
     first_tokens: FirstTokens = ()
     """Set by the commit; empty before."""
     note: object = None
@@ -149,6 +151,8 @@ class Allocation:
     """Number of blocks that the writer needs; the rest is reserved for growth."""
     window_pins: tuple[int, ...] = ()
     """Windowed blocks of the cached prefix."""
+    ring: tuple[int, ...] = ()
+    """See `Grant.ring`."""
 
 
 class BlockAllocator:

@@ -104,12 +104,12 @@ class Handoff:
     window_pins: tuple[int, ...] = ()
     """Windowed blocks of the cached prefix."""
     window_blocks: tuple[int, ...] = ()
-    """Windowed blocks that were filled; `block_ids` has none."""
+    """The writer's ring of windowed blocks (`PromptWindow.ring`); `block_ids` has none."""
 
     @property
     def held(self) -> list[int]:
         """Return all blocks, those of the window included."""
-        return [*self.block_ids, *self.window_pins, *self.window_blocks]
+        return [*self.block_ids, *self.window_pins, *dict.fromkeys(self.window_blocks)]
 
 
 @dataclass(frozen=True, slots=True)

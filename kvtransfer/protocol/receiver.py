@@ -361,7 +361,7 @@ class Receiver:
             in_place,
             grant.note,
             grant.window_pins,
-            tuple(grant.block_ids[places : grant.num_blocks]),
+            grant.ring,
         )
         return [done]
 

@@ -163,11 +163,13 @@ class TransferTable:
             reads_prefix,
             transport,
             allocation.window_pins,
+            allocation.ring,
         )
         attempt.grant = grant
         del self.waiting[attempt.key]
         attempt.move(ReceiverPhase.GRANTED)
-        block_ids = tuple(grant.block_ids[: grant.num_blocks])
+        places = self._allocator.places_for(grant.num_tokens)
+        block_ids = (*grant.block_ids[:places], *grant.ring)
         cached_tokens = self._allocator.tokens_in(grant.cached_blocks)
         return SendGrant(attempt.requester, ref, block_ids, cached_tokens, grant.window_pins)
 

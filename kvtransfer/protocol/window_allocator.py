@@ -44,8 +44,10 @@ class WindowAllocator(BlockAllocator):
         for wanted in (tail, 0) if tail else (0,):
             blocks = full + self._windowed(pending, places - cached, chunk, wanted)
             if self._has_room(pending, blocks - cached, blocks + len(hit.pinned)):
-                found, ring = self._pool.allocate(blocks - cached), self._ring(places - cached, chunk, wanted)
-                return Allocation(hit.full + found, cached, places + ring, tuple(hit.pinned))
+                found = hit.full + self._pool.allocate(blocks - cached)
+                end = places + self._ring(places - cached, chunk, wanted)
+                ring = self._groups.ring_of(found[places:end], places, wanted)
+                return Allocation(found, cached, end, tuple(hit.pinned), tuple(ring))
         self._pool.release(hit.blocks)
         return None
 

@@ -14,6 +14,7 @@ from transformers import DeepseekV3Config, MixtralConfig, Qwen2MoeConfig
 
 from diptych.client import Client
 from tests.end_to_end import tiny_model
+from tests.end_to_end.group_tiers import LOADED, wait_stored
 from tests.end_to_end.rank_processes import GREEDY, Degrees, alone, answer, processes, resumed, serving
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.test_expert_parallel import ALL_TO_ALL, EXPERTS, LATENT, SHARED
@@ -41,11 +42,13 @@ def pool_bytes(pid: int) -> int:
 
 def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> None:
     """Uneven heads, and prefill ranks that compute in the decode ranks' memories; a cached prefix is read
-    where it lies, blocks are copied between two choices; a killed rank is the end of its group.
+    where it lies, blocks are copied between two choices; a killed rank is the end of its group, and the next
+    one finds its blocks on the disk.
     """
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
-    with serving(model, own(2), own(2), "auto", backend="torch") as stack:
+    tier = ("--kv-tier", f"disk:{tmp_path / 'kv'}:64m")
+    with serving(model, own(2), own(2), "auto", backend="torch", flags=tier) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         log = stack.log.read_text()
         assert "transport cuda_shared between 2 ranks there and those here" in log
@@ -59,10 +62,13 @@ def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> No
         with Client(stack.address, retries=0) as client:
             found = client.generate(PROMPTS[1], max_tokens=TOKENS, n=2, timeout_s=300, **GREEDY)
         assert [list(choice.token_ids) for choice in found.choices] == [expected[1]] * 2
+        wait_stored(tmp_path / "kv", sum((len(prompt) + TOKENS - 1) // 16 for prompt in PROMPTS))
         before = processes(stack, "decode")
         assert resumed(stack, PROMPTS[2], TOKENS, 1) == expected[2]
         stack.wait_idle(120)
         assert not {*before} & {*processes(stack, "decode")}
+        assert answer(stack, PROMPTS[1], TOKENS) == expected[1]
+        assert stack.metric("decode", LOADED) > 0
 
 
 def drafted_and_accepted(stack: Stack) -> tuple[float, float]:

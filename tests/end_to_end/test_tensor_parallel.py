@@ -14,6 +14,7 @@ import pytest
 from decode_worker.config import DecodeSettings
 from diptych.runtime.settings_sources import BadSettings
 from tests.end_to_end import reference, tiny_model
+from tests.end_to_end.group_tiers import LOADED, wait_stored
 from tests.end_to_end.rank_processes import alone, answer, processes, resumed, serving
 
 TOKENS = 24
@@ -28,21 +29,25 @@ PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate((5, 33,
 def test_two_ranks_to_two_are_one_process_and_a_stream_outlives_a_rank(tmp_path: Path, backend: str) -> None:
     """Uneven heads, tokens drafted from the text; rank 1 dies, which is not the process that holds the links.
 
-    The last prompt has its own answer in it, so that some drafts are right.
+    The last prompt has its own answer in it, so that some drafts are right. The next life of the group finds
+    blocks on the disk.
     """
     model = tiny_model.write(tmp_path, **ODD)
     (told,) = alone(model, 2, [PROMPTS[1]], TOKENS, backend=backend)
     prompts = [*PROMPTS, [*PROMPTS[1], *told, *PROMPTS[1]]]
     expected = alone(model, 2, prompts, TOKENS, backend=backend)
-    with serving(model, TP[2], {**TP[2], "speculative-tokens": 3}, backend=backend) as stack:
+    drafting, tier = {**TP[2], "speculative-tokens": 3}, ("--kv-tier", f"disk:{tmp_path / 'kv'}:64m")
+    with serving(model, TP[2], drafting, backend=backend, flags=tier) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in prompts] == expected
         drafted, accepted = (stack.metric("decode", f"diptych_spec_decode_{n}_tokens_total") for n in SPOKEN)
         assert 0 < accepted <= drafted
+        wait_stored(tmp_path / "kv", sum((len(prompt) + TOKENS - 1) // 16 for prompt in PROMPTS))
         before = processes(stack, "decode")
         assert resumed(stack, PROMPTS[2], TOKENS, victim=1) == expected[2]
         stack.wait_idle(120)
         assert not {*before} & {*processes(stack, "decode")}
         assert answer(stack, PROMPTS[1], TOKENS) == expected[1]
+        assert stack.metric("decode", LOADED) > 0
 
 
 @pytest.mark.full
@@ -106,9 +111,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--tensor-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--tensor-parallel", "2", "--device", "cuda", "--backend", "torch"), "--backend torch computes on"),
         (("--sum-parts", "2", "--kv-cache-dtype", "fp8", "--backend", "torch"), "--kv-cache-dtype fp8"),
-        (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
         (("--pipeline-parallel-size", "2", "--device", "cuda", "--batch-invariant"), "--batch-invariant"),
-        (("--pipeline-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
         (("--pipeline-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--pipeline-parallel", "9", "--tensor-parallel", "8"), "more than 64 processes"),
         (("--enable-expert-parallel",), "--expert-parallel deals experts to the parts"),

@@ -16,7 +16,7 @@ from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.pinned import PinnedSlots
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
-from diptych.worker_process.device_copies import DeviceCopies, page_lock
+from diptych.worker_process.device_copies import copies_of, page_lock
 from diptych.worker_process.kv_tiers import KvTiers
 from tests.end_to_end import reference
 from tests.end_to_end.http_requests import many_greedy
@@ -50,7 +50,7 @@ class Card:
             self.stack,
             changed=lambda: None,
             moved=lambda tiered, gone: None,
-            device=DeviceCopies.of(self.memory, self.slots),
+            copies=copies_of(self.memory, self.slots),
         )
 
     def compute(self, keys: Sequence[bytes]) -> None:

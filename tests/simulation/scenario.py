@@ -128,7 +128,7 @@ class Scenario:
 
     @property
     def grouped(self) -> bool:
-        """True if some workers may be several processes: such a model has no images, tiers and windows."""
+        """True if some workers may be several processes: such a model has no images and windows."""
         return bool(self.ranks or self.groups)
 
     def others(self, worker: str) -> list[str]:
@@ -178,8 +178,7 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     images = random.Random(f"images {seed}")
     encoders = images.choice([0, 0, 0, 1, 2])
     shape = Scenario(
-        # Tiers are refused with groups.
-        tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered and not ranks else (),
+        tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered else (),
         hosted=theme.hosted,
         encoders=encoders,
         own_encoders=not encoders or images.random() < 0.6,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -157,3 +157,7 @@ HOSTED = Theme(  # processes of two workers, which die, hang and are fenced toge
     hosted=True,
 )
 """Theme of its own campaign: it is drawn for no seed of the others."""
+TIERED_GROUPS = replace(THEMES["tiers"], groups=1.0)
+"""The same for workers of several processes that map one memory."""
+TIERED_SHARES = replace(THEMES["shares"], turns=0.8, tiered=1.0, requests=(10, 16), leave=0.05, burst_s=1.5)
+"""The same for workers whose ranks have memories of their own."""

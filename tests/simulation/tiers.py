@@ -17,6 +17,8 @@ from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
 from diptych.engine.kv.tiers.tier import Entry, Moved, Tier
 from diptych.engine.kv.tiers.use_order import UseOrder
+from tests.simulation.share_group import ShareGroup
+from tests.simulation.tier_threads import ThreadExecutor
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ class Folder:
         """Blocks that workers took from tiers."""
         self.damaged = 0
         """Entries that were found to be damaged."""
+
+    def seconds_of(self, chance: random.Random, name: str) -> float:
+        """Return the time of a job of the thread of that name."""
+        slow = self.slow and "copy" not in name
+        return chance.uniform(*SLOW_S) if slow else chance.uniform(0.0002, 0.004)
 
     def damage(self, kind: str, number: int) -> bool:
         """Damage a file; False if there is none."""
@@ -203,8 +210,7 @@ class Executor:
             self._running = job
             if self._random.random() < _EARLY_SHARE:
                 job.compute()
-            slow = self._folder.slow and "copy" not in self.name
-            seconds = self._random.uniform(*SLOW_S) if slow else self._random.uniform(0.0002, 0.004)
+            seconds = self._folder.seconds_of(self._random, self.name)
             slowness = 1.0 if self._host is None else self._host.slowness
             self._loop.call_later(seconds * slowness, self._end, job)
 
@@ -218,7 +224,9 @@ class Executor:
 
 
 class _Job(Future[Any]):
-    def __init__(self, executor: Executor, run: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(
+        self, executor: Executor | ThreadExecutor, run: Callable[..., Any], args: Sequence[Any]
+    ) -> None:
         super().__init__()
         self._executor, self._run, self._args = executor, run, args
         self._found: tuple[Any, BaseException | None] | None = None
@@ -254,9 +262,11 @@ class Threads:
         self._cluster = cluster
         self._copiers: dict[Host | None, list[Executor]] = {}
 
-    def executor(self, count: int, name: str) -> Executor:
+    def executor(self, count: int, name: str) -> Executor | ThreadExecutor:
         """Stand in for ThreadPoolExecutor."""
         host = current_host.get()
+        if host is not None and isinstance(self._cluster.here().ranks, ShareGroup):
+            return ThreadExecutor(self._cluster, host, name, self._cluster.folder.seconds_of, _Job)
         made = Executor(self._cluster, host, name)
         if name.endswith("copy"):
             self._copiers.setdefault(host, []).append(made)

@@ -174,6 +174,10 @@ class SpreadBlocks(Protocol):
         """Copy all of block `src` over block `dst`, before any later step."""
         ...
 
+    def await_writes(self) -> None:
+        """Wait until every process has written and copied what was ordered until now."""
+        ...
+
     def without_draft(self) -> SpreadBlocks:
         """Return what reads and writes the model's own segments of the same blocks as blocks."""
         ...

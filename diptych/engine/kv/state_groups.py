@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.engine.kv.window_groups import MOST_RINGS, WindowGroups
+from diptych.engine.kv.window_groups import WindowGroups
 
 WINDOW = 2
 """Tokens that a recurrent layer reads: the present one, and the one whose states are there."""
+PARTING_PAGES = 1
+"""Pages of a ring beside those of the shortest, for a prompt that shares more than it can use."""
 LARGE_PAGE = 8
 """Blocks of a page from which on larger blocks are better."""
 
@@ -23,14 +25,36 @@ class StateGroups(WindowGroups):
     """Groups of which the second is pages: `tables` blocks each. Layers that attend have their place."""
 
     def ring_places(self, chunk: int, block_size: int) -> tuple[int, int]:
-        """Return the places of the shortest ring of pages and of the longest, as `WindowGroups.ring_places`.
+        """Return the pages of the shortest ring and of the longest.
 
-        Those of two places are enough, however long a chunk is: a step reads one page before it writes any.
-        The longest ring has fewer places where pages are large.
+        Two are enough, however long a chunk is: a step reads one page before it writes any. One more keeps
+        the states at which a prompt parts from an earlier one, however far that is from its end.
         """
         shortest = self.kept(block_size)
-        chunks = self.span(chunk, block_size) // max(1, self.tables // LARGE_PAGE)
-        return shortest, MOST_RINGS * max(shortest, chunks)
+        return shortest, shortest + PARTING_PAGES
+
+    def ring_blocks(self, places: int, chunk: int, block_size: int, tail: int = 0) -> int:
+        """See `WindowGroups.ring_blocks`; of the last `tail` places the first and those behind a prompt are
+        there in the end.
+        """
+        shortest, longest = self.ring_places(chunk, block_size)
+        return self.tables * min(places, longest if tail > shortest else shortest)
+
+    def ring_of(self, blocks: Sequence[int], places: int, tail: int = 0) -> Sequence[int]:
+        """See `WindowGroups.ring_of`: with more places to reach back than pages, entries name pages again.
+
+        The first of the last `tail` places has a page that no later one takes. All others take turns with
+        two, so that no place has that of the one before it.
+        """
+        pages = [blocks[at : at + self.tables] for at in range(0, len(blocks), self.tables)]
+        if not tail > len(pages) > WINDOW:
+            return blocks
+        *turns, parting = pages
+        # A multiple of the turns, so that they go on where entries begin again.
+        entries = -(-tail // len(turns)) * len(turns)
+        ring = [turns[entry % len(turns)] for entry in range(entries)]
+        ring[(places - tail) % entries] = parting
+        return [block for page in ring for block in page]
 
 
 def state_groups(attends: Sequence[bool], page_blocks: int) -> StateGroups:

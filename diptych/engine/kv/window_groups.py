@@ -68,6 +68,12 @@ class WindowGroups:
         shortest, longest = self.ring_places(chunk, block_size)
         return self.tables * min(places, tail if shortest < tail <= longest else shortest)
 
+    def ring_of(self, blocks: Sequence[int], places: int, tail: int = 0) -> Sequence[int]:
+        """Return the ring of a prompt of so many places in all, from the `ring_blocks` of it: entries of
+        `tables` blocks each (`PromptWindow`).
+        """
+        return blocks
+
     def ring_places(self, chunk: int, block_size: int) -> tuple[int, int]:
         """Return the places of the shortest ring of a prompt that is computed by such chunks, and of the
         longest.

@@ -18,7 +18,9 @@ class PromptWindow:
     pinned: Sequence[int]
     """Blocks of the cached prefix, up to its end."""
     ring: Sequence[int]
-    """Blocks of the places behind the cached prefix: place p has entry p modulo their number."""
+    """Blocks of the places behind the cached prefix: place p has entry p modulo their number. Entries may
+    name the same blocks (`WindowGroups.ring_of`).
+    """
     cached_places: int
     """Places of the cached prefix."""
 
@@ -29,14 +31,14 @@ class PromptWindow:
 
     def first_left(self, places: int) -> int:
         """Return the first place behind the cached prefix whose content is there once a prompt of so many
-        places is computed.
+        places is computed, with that of later ones whose blocks no other entry names.
         """
         return max(self.cached_places, places - len(self.ring) // self.tables)
 
     @property
     def held(self) -> list[int]:
-        """Return all blocks."""
-        return [*self.pinned, *self.ring]
+        """Return all blocks, each once."""
+        return [*self.pinned, *dict.fromkeys(self.ring)]
 
     def ring_index(self, place: int) -> int:
         """Return the index in `ring` of the first block of a place behind the cached prefix."""

@@ -11,7 +11,7 @@ control  StartRank first, answered with RankReady or RankFailed; then MapFile, A
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
 
-blocks   ReadShare, answered with the digest of the bytes and the bytes
+blocks   ReadShare, answered with the digest of the bytes and the bytes; AwaitWrites, with an empty message
 shares   ListenForShares, OpenPushes and PushShare, each answered with Answered when it is done, whatever
          comes meanwhile; ClosePushes, EndSession and DropShare; the other way ArrivedShare, SessionBroke.
          Where memories are mapped OfferMemory, CheckShares, MapTargets and CopyShares, answered likewise;
@@ -246,6 +246,14 @@ class ReadShare:
 
     number: int
     block: int
+    after: int
+
+
+@dataclass(frozen=True)
+class AwaitWrites:
+    """Question whether this rank has carried out so many writes and copies, which it answers once it has."""
+
+    number: int
     after: int
 
 

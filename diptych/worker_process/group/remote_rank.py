@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from diptych.worker_process.group.orders import (
+    AwaitWrites,
     BlockOrder,
     CopyBlock,
     CopyShares,
@@ -83,6 +84,15 @@ class RemoteRank:
         if share_hash(payload) != digest:
             self.fail(DamagedShare(f"block {block} of the rank on {self.host}"))
         return payload
+
+    def await_writes(self, number: int) -> None:
+        """Wait until the rank has carried out what it was to write and copy until now."""
+        try:
+            with self._blocks_lock:
+                self._blocks.send(AwaitWrites(number, self._writes))
+                self._blocks.recv_bytes(0)
+        except (OSError, EOFError) as error:
+            self.fail(error)
 
     def listen(self, number: int, secret: bytes) -> Future[str]:
         """Have the rank listen for shares of a memory's blocks; the result is its endpoint."""

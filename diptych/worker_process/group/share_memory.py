@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.worker_process.group.orders import BlockOrder, CopyBlock, PlaceShare, ReadShare
+from diptych.worker_process.group.orders import AwaitWrites, BlockOrder, CopyBlock, PlaceShare, ReadShare
 from diptych.worker_process.group.share_arrivals import ShareArrivals
 from kvtransfer.transports.blocking import queued_work
 from kvtransfer.transports.held_blocks import write_pieces
@@ -62,7 +62,11 @@ class ShareMemory:
     def answer(self, blocks: Connection[Any, Any]) -> None:
         """Answer questions for shares until rank 0 is gone. Raises EOFError, OSError."""
         while True:
-            asked: ReadShare = blocks.recv()
-            payload = read_block(self.memory(asked.number, asked.after), asked.block)
+            asked: ReadShare | AwaitWrites = blocks.recv()
+            memory = self.memory(asked.number, asked.after)
+            if isinstance(asked, AwaitWrites):
+                blocks.send_bytes(b"")
+                continue
+            payload = read_block(memory, asked.block)
             blocks.send_bytes(share_hash(payload))
             blocks.send_bytes(payload)

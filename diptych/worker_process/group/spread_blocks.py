@@ -29,6 +29,7 @@ from diptych.worker_process.group.mapped_ranks import GroupMappings
 from diptych.worker_process.group.orders import ClosePushes, DropShare, EndSession
 from diptych.worker_process.group.remote_rank import RemoteRank
 from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.transports.blocking import queued_work
 from kvtransfer.transports.held_blocks import Pieces, copy_pieces, read_pieces, write_pieces
 from kvtransfer.transports.host_blocks import host_view
 from kvtransfer.transports.rank_data import PushTarget, RankEvent
@@ -111,6 +112,14 @@ class SpreadShares:
             rank.copy_block(self._number, src, dst)
         if self._draft is not None:
             copy_pieces(self._draft, src, dst, [whole_share(self._draft.layout)])
+
+    def await_writes(self) -> None:
+        """See `SpreadBlocks.await_writes`. Ends the process where a rank does not answer."""
+        queued = queued_work(self._memory)
+        for rank, _ in self._others:
+            rank.await_writes(self._number)
+        if queued is not None:
+            queued.synchronize()
 
     def without_draft(self) -> SpreadShares:
         """See `SpreadBlocks.without_draft`."""

@@ -8,6 +8,7 @@ import pytest
 
 from diptych.cli import doctor
 from tests import mmproj_twins, vision_models
+from tests.diptych.engine.models.published_hybrids import PUBLISHED
 from tests.diptych.runtime.odd_models import WHOLE, folder
 
 
@@ -91,6 +92,22 @@ def test_given_model_is_described_with_the_backend_that_computes_it(
         assert "starcoder2, 30 layers, 3.03 billion parameters, 5.6 GiB in bf16" in found.text
         assert "30 KiB a token for keys and values (15.5 with --kv-cache-dtype int8 on CPUs)" in found.text
         assert text in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [("LFM2-1.2B", "0.156"), ("Bamba-9B-v2", "119"), ("Nemotron-3-Nano-30B-A3B", "47.6")],
+)
+def test_given_model_with_recurrent_layers_is_described_with_its_states_and_limits(
+    name: str, states: str, tmp_path: Path
+) -> None:
+    found = doctor.given_model(str(folder(tmp_path / "m", {**WHOLE, "config.json": PUBLISHED[name]})))
+    assert found.state == "note"
+    assert (
+        f"2 x {states} MiB of recurrent states a sequence, one process a worker and no drafts" in found.text
+    )
+    assert "torch on CPUs, for the native step lacks recurrent layers" in found.text
+    assert "int8 on CPUs" not in found.text
 
 
 def test_given_model_that_is_none_is_missing(tmp_path: Path) -> None:

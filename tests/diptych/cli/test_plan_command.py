@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.diptych.engine.models.published_hybrids import PUBLISHED
 from tests.diptych.planner.shapes import LLAMA_3_8B, write_config
 
 
@@ -69,6 +71,32 @@ def test_a_bad_value_names_its_flag(model: str, arguments: list[str], words: str
     done = plan("--model", model, *arguments)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def words_of(text: str) -> str:
+    """Return a text without the lines and the borders of its tables."""
+    return " ".join(re.sub("[│┌┐└┘─╭╮╰╯]", " ", text).split())
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> str:
+    return str(write_config(tmp_path, PUBLISHED["Bamba-9B-v2"]))
+
+
+def test_a_plan_of_recurrent_layers_says_what_a_stream_takes_and_whose_times_these_are(hybrid: str) -> None:
+    text = words_of(plan("--model", hybrid).stdout)
+    for words in ("recurrent states a stream 249 MB", "1280 tokens and", "the states each", "(--bench)"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tensor-parallel", pytest.param("--speculative-model", marks=pytest.mark.full)]
+)
+def test_what_workers_refuse_beside_recurrent_layers_is_not_planned(hybrid: str, flag: str) -> None:
+    done = plan("--model", hybrid, flag, hybrid if "model" in flag else "2")
+    assert done.returncode == 2
+    assert flag in done.stderr
+    assert "recurrent layers of bamba" in words_of(done.stderr)
 
 
 def test_a_load_out_of_reach_ends_with_the_reason(model: str) -> None:

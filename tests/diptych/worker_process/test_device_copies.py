@@ -21,7 +21,8 @@ from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.pinned import PinnedSlots
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.worker_process.device_copies import Copy, DeviceCopies, Mark
+from diptych.worker_process.block_copies import Mark
+from diptych.worker_process.device_copies import Copy, DeviceCopies
 from diptych.worker_process.tier_stack import make_stack
 from tests.diptych.engine.kv.tiers.test_pinned import Lock
 from tests.diptych.worker_process.test_kv_tiers import BLOCKS, KEYS, LAYOUT, House, content, stored, until
@@ -82,7 +83,7 @@ class Device(House):
         self.queues = Queues()
         quota = 8 * ENTRY if slots is None else slots.entries * ENTRY
         ram, disk = RamTier(quota, slots=slots), DiskTier(folder, 30 * ENTRY, b"f" * 16)
-        super().__init__([ram, disk], device=lambda memory: DeviceCopies(memory, slots, self.queues))
+        super().__init__([ram, disk], copies=lambda memory: DeviceCopies(memory, slots, self.queues))
 
 
 @pytest_asyncio.fixture(params=["page-locked", "pageable"])

@@ -79,7 +79,6 @@ def settings(role: type[WorkerSettings], **given: Any) -> WorkerSettings:
 @pytest.mark.parametrize(
     "refused",
     [
-        {"kv_tier": "ram:1g"},
         {"kv_cache_dtype": "int8"},
         {"quantization": "gguf"},
         {"batch_invariant": True},

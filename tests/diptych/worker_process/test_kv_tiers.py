@@ -20,7 +20,7 @@ from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.worker_process import kv_tiers, tier_loads
-from diptych.worker_process.device_copies import DeviceCopies
+from diptych.worker_process.block_copies import BlockCopies
 from diptych.worker_process.kv_tiers import KvTiers, Loaded
 
 pytestmark = pytest.mark.asyncio
@@ -52,7 +52,7 @@ class House:
     def __init__(
         self,
         tiers: Sequence[RamTier | DiskTier],
-        device: Callable[[KVMemory], DeviceCopies | None] = lambda memory: None,
+        copies: Callable[[KVMemory], BlockCopies | None] = lambda memory: None,
     ) -> None:
         self.memory = KVMemory(LAYOUT, BLOCKS)
         self.pool = BlockPool(BLOCKS)
@@ -65,7 +65,7 @@ class House:
             self.stack,
             changed=lambda: None,
             moved=self.moved,
-            device=device(self.memory),
+            copies=copies(self.memory),
         )
 
     def moved(self, tiered: Sequence[bytes], gone: Sequence[bytes]) -> None:

@@ -18,6 +18,9 @@ from diptych.engine.kv import state_groups as state_groups_module
 from diptych.engine.kv import window_prefix
 from diptych.engine.kv.state_layout import StatePages
 from diptych.worker.v1 import work_pb2
+from kvtransfer.protocol.grants import Allocation
+from kvtransfer.protocol.messages import PendingTransfer
+from kvtransfer.protocol.window_allocator import WindowAllocator
 from tests.diptych.worker_process.both_workers import BLOCK, RECURRENT, house
 from tests.diptych.worker_process.page_checks import (
     BLOCKS,
@@ -68,9 +71,28 @@ async def test_what_two_prompts_begin_with_is_a_hit_for_the_third(transport: str
         await check_third_prompt(made, RECURRENT, tokens)
 
 
+async def test_a_prompt_that_parts_from_another_holds_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of prompts of 80 tokens in places of four: the second parts from the first behind 30."""
+    held: list[tuple[int, int]] = []
+    allocate = WindowAllocator.allocate
+
+    def noting(self: WindowAllocator, pending: PendingTransfer, chunk: int) -> Allocation | None:
+        found = allocate(self, pending, chunk)
+        if found is not None:
+            held.append((len(set(found.ring)), len(found.ring)))
+        return found
+
+    monkeypatch.setattr(WindowAllocator, "allocate", noting)
+    async with house("shared_memory", blocks=BLOCKS, scratch=BLOCKS, shape=RECURRENT) as made:
+        await check_third_prompt(made, RECURRENT, 50)
+        layout = made.decodes[0].memory.layout
+    pages = [(own // layout.windows.tables, all_ // layout.windows.tables) for own, all_ in held]
+    assert pages == [(2, 2), (3, 14), (2, 2), (2, 2)], "with a page an entry it would hold 14"
+
+
 async def test_a_short_ring_loses_what_prompts_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without a longer ring the third prompt finds nothing."""
-    monkeypatch.setattr(state_groups_module, "MOST_RINGS", 1)
+    """Control: without a page more the third prompt finds nothing."""
+    monkeypatch.setattr(state_groups_module, "PARTING_PAGES", 0)
     async with house("shared_memory", blocks=BLOCKS, shape=RECURRENT) as made:
         await check_third_prompt_misses(made)
 

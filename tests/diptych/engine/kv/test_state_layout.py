@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -120,21 +121,25 @@ def test_what_is_not_kept_is_refused() -> None:
     cached=st.integers(0, 12),
     chunks=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     page_blocks=st.integers(1, 3),
-    tail=st.integers(0, 12),
+    tail=st.integers(0, 40),
 )
 def test_a_prompts_ring_has_what_each_chunk_reads(
     block_size: int, tokens: int, cached: int, chunks: list[int], page_blocks: int, tail: int
 ) -> None:
     """An oracle of pages: content by block, written behind each chunk as a step writes it.
 
-    Each chunk finds the states behind the token before it, and in the end all places of the ring have theirs.
+    Each chunk finds the states behind the token before it, and in the end the first of the last `tail` places
+    has its own, and so have those that are kept behind a prompt.
     """
     groups = state_groups([False, True], page_blocks)
     cached = min(cached, (tokens - 1) // block_size)
     places = -(-tokens // block_size)
-    ring = groups.ring_blocks(places - cached, max(chunks), block_size, min(tail, places - cached))
+    tail = min(tail, places - cached)
+    blocks = list(range(100, 100 + groups.ring_blocks(places - cached, max(chunks), block_size, tail)))
+    assert len(blocks) <= 3 * page_blocks
     pinned = list(range(page_blocks)) if cached else []
-    window = PromptWindow(page_blocks, pinned, list(range(100, 100 + ring)), cached)
+    window = PromptWindow(page_blocks, pinned, groups.ring_of(blocks, places, tail), cached)
+    assert sorted(window.held) == sorted([*pinned, *blocks])
     content: dict[tuple[int, ...], int] = {tuple(pinned): cached * block_size}
     start = cached * block_size
     while start < tokens:
@@ -147,18 +152,27 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
         for place in range(start // block_size, (end - 1) // block_size + 1):
             content[pages[place - first]] = min((place + 1) * block_size, end)
         start = end
-    for place in range(window.first_left(places), places):
+    kept = range(max(cached, groups.first_kept(tokens - 1, block_size)), places)
+    for place in (*kept, *([places - tail] if tail else [])):
         assert content[tuple(window.blocks(place))] == min((place + 1) * block_size, tokens)
-    assert window.first_left(places) <= max(cached, groups.first_kept(tokens - 1, block_size))
+    assert window.first_left(places) <= min(kept.start, places - tail)
 
 
-def test_large_pages_are_kept_for_fewer_places() -> None:
-    """A ring for what prompts share is as long as four chunks, and with pages of 200 blocks eight places."""
-    for page_blocks, longest in ((1, 136), (7, 136), (16, 68), (200, 8)):
-        groups = state_groups([True, False], page_blocks)
-        assert groups.ring_blocks(1000, 512, 16) == 2 * page_blocks
-        assert groups.ring_blocks(1000, 512, 16, longest) == longest * page_blocks
-        assert groups.ring_blocks(1000, 512, 16, longest + 1) == 2 * page_blocks
+@pytest.mark.parametrize("page_blocks", [1, 200])
+@pytest.mark.parametrize("tail", [3, 4, 5, 68, 136, 999])
+def test_what_prompts_share_takes_one_page_however_far_it_is_from_the_end(
+    page_blocks: int, tail: int
+) -> None:
+    """Of the last `tail` places only the first and the two behind the prompt can be hit."""
+    groups = state_groups([True, False], page_blocks)
+    assert groups.ring_blocks(1000, 512, 16) == 2 * page_blocks
+    assert groups.ring_blocks(1000, 512, 16, tail) == 3 * page_blocks
+    ring = groups.ring_of(range(3 * page_blocks), 1000, tail)
+    entries = [ring[at : at + page_blocks] for at in range(0, len(ring), page_blocks)]
+    at = [list(entries[place % len(entries)]) for place in range(1000)]
+    parting = at[1000 - tail]
+    assert parting not in at[1000 - tail + 1 :], "no later place takes it"
+    assert all(one != other for one, other in itertools.pairwise(at))
 
 
 def test_a_ring_without_wrapping_refuses_a_long_chunk() -> None:
