@@ -75,6 +75,13 @@ def test_streams_have_room_for_the_states_that_a_step_in_torch_holds() -> None:
     assert model_costs(SHAPE).held_bytes == worker_of(model_costs(SHAPE), 80e9).stream_bytes == 0
 
 
+@pytest.mark.parametrize(("held", "said"), [(1.0, True), (0.0, False)])
+def test_a_plan_says_that_torch_is_slower_than_its_times(held: float, said: bool) -> None:
+    made = make_plan(Question(SHAPE, ACCELERATORS["h100"], Demand(1.0, 100, 10)))
+    advice = replace(made, costs=replace(made.costs, held_bytes=held)).advice
+    assert any("(--bench)" in one for one in advice) == said
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     rate=st.floats(0.01, 500),
