@@ -23,6 +23,7 @@ from tests.end_to_end.test_recurrent_families import FAMILIES, write
 
 FULL = 300
 """Tokens of a stream whose worker is killed."""
+IN_TORCH = ("--set", "prefill.backend=torch", "--set", "decode.backend=torch")
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "lfm2": (*_ATTENTION, "out_proj", "in_proj", "w1", "w2", "w3"),
@@ -47,7 +48,7 @@ def model_of(folder: Path, family: str) -> Path:
     [
         ("lfm2", 1, []),
         *(pytest.param(family, 2, [], marks=pytest.mark.full) for family in TARGETS),
-        pytest.param("jamba", 2, ["--backend", "torch", "--transport", "tcp"], marks=pytest.mark.full),
+        pytest.param("jamba", 2, [*IN_TORCH, "--transport", "tcp"], marks=pytest.mark.full),
     ],
 )
 def test_mixed_rows_loads_and_a_lost_worker(
