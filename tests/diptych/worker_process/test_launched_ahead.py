@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from diptych.engine.backends.native import backend as native_backend
+from diptych.engine.backends.native import rotations
 from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.rotations import Rotations
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import AbortWords, Launched, SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
@@ -112,16 +113,16 @@ async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A sequence beyond them is computed on the engine's thread, where they are made."""
-    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 16)
+    monkeypatch.setattr(rotations, "FIRST_POSITIONS", 16)
     reached: list[tuple[int, threading.Thread]] = []
     launched: list[int] = []
-    reach, launch = NativeBackend._reach, NativeBackend.launch
+    reach, launch = Rotations.reach, NativeBackend.launch
 
-    def reaching(self: NativeBackend, positions: int) -> None:
-        before = self._positions
+    def reaching(self: Rotations, positions: int) -> None:
+        before = self.positions
         reach(self, positions)
-        if 0 < before < self._positions:
-            reached.append((self._positions, threading.current_thread()))
+        if 0 < before < self.positions:
+            reached.append((self.positions, threading.current_thread()))
 
     def launching(self: NativeBackend, sequences: Sequence[SequenceStep], *rest: Any) -> Any:
         step = launch(self, sequences, *rest)
@@ -129,7 +130,7 @@ async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown
             launched.append(sequences[0].start)
         return step
 
-    monkeypatch.setattr(NativeBackend, "_reach", reaching)
+    monkeypatch.setattr(Rotations, "reach", reaching)
     monkeypatch.setattr(NativeBackend, "launch", launching)
     async with house("shared_memory", blocks=24, backend="native") as made:
         gateway = Gateway(made)

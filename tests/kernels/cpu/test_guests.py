@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import SequenceStep
 from kernels.cpu import library as native
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError, NativeUnavailable
+from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.backends.torch import row_groups
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import AbortWords, SequenceStep

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError, NativeUnavailable
+from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.byte_linear import ByteMatrix

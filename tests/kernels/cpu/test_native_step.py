@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.engine.backends.native import backend as native_backend
+from diptych.engine.backends.native import rotations
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import EmbeddingRows
@@ -181,7 +181,7 @@ def as_fp32(weights: Any) -> Any:
 
 
 def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 2048)
+    monkeypatch.setattr(rotations, "FIRST_POSITIONS", 2048)
     shape = shape_of(num_layers=1)
     weights = weights_of(shape, torch.float32)
     tokens = tokens_of(2100)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import BatchError, SequenceStep, check_batch
 from diptych.engine.kv.kv_memory import KVMemory

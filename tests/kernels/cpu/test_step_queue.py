@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.engine.backends.native import backend as native_backend
-from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native import rotations
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import AbortWords, Launched, SequenceStep
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
@@ -124,7 +125,7 @@ def test_a_row_that_is_not_there_is_not_followed() -> None:
 @pytest.fixture
 def short_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary tables that a context of some length outgrows."""
-    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 64)
+    monkeypatch.setattr(rotations, "FIRST_POSITIONS", 64)
 
 
 @pytest.mark.usefixtures("short_tables")
@@ -151,7 +152,7 @@ def test_a_step_beside_a_launched_one_is_refused_before_it_replaces_the_tables()
     backend = backend_of()
     step, far = Streams(backend).steps([0]), Pool(LAYOUT, 300).sequence(4000)
     expected = backend.forward_and_sample(step, [GREEDY], None).tokens
-    table = weakref.ref(backend._rotary[0][0])
+    table = weakref.ref(backend._rotations.tables[0][0])
     launched = backend.launch(step, [GREEDY], None)
     assert launched is not None
     with pytest.raises(NativeError, match="running"):

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.packing import Packer
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 from kernels.byte_codes import CodedBytes, as_bytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from diptych.engine.adapters.adapter import Adapter, Delta
-from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.models.recurrent import RecurrentShape
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import RECURRENT, layer_shapes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
@@ -10,10 +9,9 @@ import os
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
@@ -23,17 +21,18 @@ from diptych.engine.backends.native.batch import (
     GivenRows,
     ImageRows,
     NativeBatch,
-    NativeError,
     Passing,
     Taps,
     native_batch,
     positions_of,
 )
 from diptych.engine.backends.native.every_row import compute_every_row, has_every_row
-from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
+from diptych.engine.backends.native.packing import native_shape, pack_model, stored
+from diptych.engine.backends.native.rotations import Rotations, Turns, on_grids, turns_of
 from diptych.engine.backends.native.share import Share
 from diptych.engine.backends.native.share_adapters import share_products
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
+from diptych.engine.backends.native.status import NativeError, check
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import (
     AbortWords,
@@ -41,7 +40,6 @@ from diptych.engine.batch import (
     SequenceStep,
     StepOutput,
     given_embeddings,
-    rotary_positions,
     visible_ends,
 )
 from diptych.engine.models.shape import ModelShape
@@ -55,10 +53,6 @@ from kernels.cpu import library as native
 _LOG = logging.getLogger(__name__)
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
-RotaryTables = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Cosines and sines of each of a model's rotations."""
-_FIRST_POSITIONS = 32_768
-"""Positions whose rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay as they run."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -103,6 +97,7 @@ class NativeBackend:
             self._library = native.load()
         except native.LibraryMissing as error:
             raise NativeUnavailable(str(error)) from error
+        self._check = partial(check, self._library)
         self._shape = shape
         self._dtype = dtype
         self._kept = dtype if kept is None else kept
@@ -129,8 +124,7 @@ class NativeBackend:
             self._embedding = weights.pack(self._library, self._model, dtype)
         else:
             self._pack(weights, packed)
-        self._positions = 0
-        self._reach(min(_FIRST_POSITIONS, shape.max_context))
+        self._rotations = Rotations(self._library, self._model, shape)
         self._adapters: dict[int, NativeAdapter] = {}
         self._ahead: deque[_LaunchedStep] = deque()
         self._hidden_size: int | None = None  # of the rows that outputs have
@@ -274,7 +268,7 @@ class NativeBackend:
         """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
         if not self.launches(sequences, draws):
             return None
-        return self._launch(sequences, b"\x01" * len(draws), abort, _turns(sequences))
+        return self._launch(sequences, b"\x01" * len(draws), abort, turns_of(sequences))
 
     def launches(self, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> bool:
         """Return whether `launch` begins this step."""
@@ -287,12 +281,12 @@ class NativeBackend:
         if self._shape.recurrent_layers:
             return False  # a token behind the last one of an answer would be in its states
         # Tables take their time to make, and a running step reads those that there are.
-        return positions_of(sequences) <= self._positions
+        return positions_of(sequences) <= self.positions
 
     @property
     def positions(self) -> int:
         """Positions that rotary tables reach now."""
-        return self._positions
+        return self._rotations.positions
 
     def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> Launched | None:
         """Begin a step whose logits, of the rows that are not `greedy`, another rank of the group has.
@@ -300,7 +294,7 @@ class NativeBackend:
         No other step may be launched where tables do not reach its positions, or where these lie on grids:
         such a step is over at the return, and None.
         """
-        with self._rotated(sequences) as turns:
+        with self._rotations.of_step(sequences, alone=not self._ahead) as turns:
             launched = self._launch(sequences, greedy, None, turns)
             if not on_grids(sequences):
                 return launched
@@ -319,7 +313,7 @@ class NativeBackend:
 
         `passing` are the rows between this stage and others. Raises NativeError.
         """
-        with self._rotated(sequences) as turns:
+        with self._rotations.of_step(sequences, alone=not self._ahead) as turns:
             return self._run(self._batch(sequences, greedy, abort, turns, passing), greedy)
 
     def _launch(
@@ -327,7 +321,7 @@ class NativeBackend:
         sequences: Sequence[SequenceStep],
         greedy: bytes,
         abort: AbortWords | None,
-        turns: npt.NDArray[np.int64] | None,
+        turns: Turns | None,
     ) -> Launched:
         batch = self._batch(sequences, greedy, abort, turns)
         step = _LaunchedStep(self._is_over, self._collect, batch)
@@ -361,34 +355,12 @@ class NativeBackend:
         """Return the features of a step that has the rows for them."""
         return batch.hidden if self._every_row else batch.features
 
-    @contextlib.contextmanager
-    def _rotated(self, sequences: Sequence[SequenceStep]) -> Iterator[npt.NDArray[np.int64] | None]:
-        """Set the rotary tables that a step needs, and yield the row in them of each token; None: its place.
-
-        Positions on grids have tables of their own, a row a token. Such a step is no launched one, so that no
-        other reads tables meanwhile. Raises NativeError.
-        """
-        if not on_grids(sequences):
-            self._reach(positions_of(sequences))
-            yield _turns(sequences)
-            return
-        if self._ahead:
-            raise NativeError("a step of positions on grids cannot follow launched ones")
-        positions = torch.from_numpy(rotary_positions(sequences))
-        own = rotary_tables(self._shape, positions)
-        turns = np.arange(positions.shape[-1])
-        self._set_rotations(own, len(turns))
-        try:
-            yield turns
-        finally:
-            self._set_rotations(self._rotary, self._positions)
-
     def _batch(
         self,
         sequences: Sequence[SequenceStep],
         greedy: bytes,
         abort: AbortWords | None,
-        turns: npt.NDArray[np.int64] | None,
+        turns: Turns | None,
         passing: Passing | None = None,
     ) -> NativeBatch:
         return native_batch(
@@ -432,35 +404,6 @@ class NativeBackend:
             return logits.fill_(torch.nan), batch
         self._check(status)
         return logits, batch
-
-    def _check(self, status: int) -> None:
-        if status != native.OK:
-            raise NativeError(native.last_error(self._library))
-
-    def _reach(self, positions: int) -> None:
-        """Make rotary tables for at least `positions` positions; they double so that they are seldom made."""
-        if positions <= self._positions:
-            return
-        count = max(positions, 2 * self._positions)
-        tables = rotary_tables(self._shape, torch.arange(count))
-        self._set_rotations(tables, count)
-        self._rotary = tables
-        self._positions = count
-
-    def _set_rotations(self, tables: RotaryTables, count: int) -> None:
-        addresses = [native.Rotation(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
-        array = (native.Rotation * len(tables))(*addresses)
-        self._check(self._library.diptych_set_rotations(self._model, array, len(tables), count))
-
-
-def on_grids(sequences: Sequence[SequenceStep]) -> bool:
-    """Return whether some tokens of a step have three positions."""
-    return any(step.grid is not None for step in sequences)
-
-
-def _turns(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
-    """Return the rotary positions of a batch's tokens, where some are not their places."""
-    return rotary_positions(sequences) if any(step.shift for step in sequences) else None
 
 
 def _ends(sequences: Sequence[SequenceStep]) -> Sequence[int] | None:

@@ -11,12 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import AbortWords, SequenceStep
 from kernels.cpu import library as native
-
-
-class NativeError(RuntimeError):
-    """The native step refused a batch or ran out of memory. Nothing was written to any block."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.recurrent import (
     PackedRecurrence,
     Part,
     native_recurrence,
     packed_recurrence,
 )
+from diptych.engine.backends.native.status import NativeError, check
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ExpertsShape, LayerShape, ModelShape, Routing
 from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
@@ -145,7 +145,7 @@ class Packer:
             norms_after=norms != "before",
             recurrent=native_recurrence(shape, number),
         )
-        self._check(self._library.diptych_set_layer(self._model, index, layer))
+        check(self._library, self._library.diptych_set_layer(self._model, index, layer))
 
     def pack_layer(self, index: int, own: LayerShape, layer: LayerWeights) -> None:
         if own.attention:
@@ -188,7 +188,7 @@ class Packer:
                 status = self._library.diptych_set_expert(
                     self._model, index, number, which, made.matrices, len(made.matrices)
                 )
-                self._check(status)
+                check(self._library, status)
         for which, parts in _of_shared_expert(experts):
             self.set_linear(index, which, *parts)
 
@@ -206,7 +206,7 @@ class Packer:
                 status = self._library.diptych_set_part_expert(
                     self._model, index, part, number, which, made.matrices, len(made.matrices)
                 )
-                self._check(status)
+                check(self._library, status)
         for which, parts in _of_shared_expert(experts):
             self.set_part_linear(index, part, which, *parts)
 
@@ -215,26 +215,23 @@ class Packer:
         status = self._library.diptych_set_linear(
             self._model, layer, which, made.matrices, len(made.matrices)
         )
-        self._check(status)
+        check(self._library, status)
 
     def set_part_linear(self, layer: int, part: int, which: int, *parts: Part) -> None:
         made = _native_parts(parts, self._dtype)
         status = self._library.diptych_set_part_linear(
             self._model, layer, part, which, made.matrices, len(made.matrices)
         )
-        self._check(status)
+        check(self._library, status)
 
     def set_vector(self, layer: int, which: int, vector: torch.Tensor | None) -> None:
         if vector is None:
             return
         values = stored(vector, torch.float32)
-        self._check(
-            self._library.diptych_set_vector(self._model, layer, which, values.data_ptr(), len(values))
+        check(
+            self._library,
+            self._library.diptych_set_vector(self._model, layer, which, values.data_ptr(), len(values)),
         )
-
-    def _check(self, status: int) -> None:
-        if status != native.OK:
-            raise NativeError(native.last_error(self._library))
 
 
 def _of_expert(number: int, experts: ExpertWeights) -> Iterator[tuple[int, Sequence[Part]]]:

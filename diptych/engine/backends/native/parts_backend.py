@@ -17,9 +17,10 @@ from dataclasses import replace
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.native.backend import NativeBackend, on_grids
+from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.batch import Passing, positions_of
 from diptych.engine.backends.native.every_row import has_every_row, is_dropped
+from diptych.engine.backends.native.rotations import on_grids
 from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.parallel.pipeline import Links, receive, receive_with, send, send_with

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.packing import Packer, native_shape, stored
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.weights import Storage
 from diptych.engine.weights.store import WeightStore
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from diptych.engine.backends.native.backend import on_grids
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
+from diptych.engine.backends.native.rotations import on_grids
 from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from diptych.engine.backends.native.backend import NativeUnavailable
-from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.share import Share
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.kv.kv_memory import KVMemory

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diptych.engine.backends.native.backend import NativeBackend
-from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights, from_store
+from diptych.engine.backends.native.status import NativeError
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
