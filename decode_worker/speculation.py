@@ -78,7 +78,7 @@ class Speculation:
             set_draft(sequence, tokens)
 
     def record_step(self, sequences: int, rows: int, seconds: float) -> None:
-        """Record the time of a step of `rows` rows of logits, drafts not included."""
+        """Record the time of a step that computed `rows` tokens, without the making of its drafts."""
         if self._costs is not None:
             self._costs.record_step(rows, seconds, plain=rows == sequences)
 

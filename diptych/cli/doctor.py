@@ -111,7 +111,7 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
     size += f", {costs.kv_bytes / 1024:.3g} KiB a token for keys and values"
     if costs.state_bytes:
         size += f", {PAGES} x {costs.state_bytes / 2**20:.3g} MiB of recurrent states a sequence"
-        size += ", one process a worker and no drafts"
+        size += ", one process a worker, no drafts by heads"
     if shape.latent is None and not costs.state_bytes:
         size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
     if mmproj is None and not path.is_dir():

@@ -223,6 +223,10 @@ def plan(
                 f"does not go with the recurrent layers of {question.shape.family}",
                 ("--tensor-parallel", _several(tensor_parallel)),
                 ("--prefill-tensor-parallel", _several(prefill_tensor_parallel)),
+            )
+            # Workers take draft models there; what these leave empty in pages of states is not counted.
+            refuse_given(
+                f"is not planned beside the recurrent layers of {question.shape.family}",
                 ("--speculative-model", speculative_model),
             )
         if replayed is not None:

@@ -56,10 +56,12 @@ class AdmissionGate:
 
     def set_stalled(self, ticket: Ticket, stalled: bool, *, gives_place: bool = False) -> None:
         """Note whether a request waits for a worker that could take it, as `AdmissionQueue.stall` says."""
-        if stalled:
-            self._call_back(self.queue.stall(ticket, self._clock(), gives_place=gives_place))
-        else:
-            self.queue.resume(ticket, self._clock())
+        now = self._clock()
+        self._call_back(
+            self.queue.stall(ticket, now, gives_place=gives_place)
+            if stalled
+            else self.queue.resume(ticket, now)
+        )
 
     def prefilled(self, ticket: Ticket) -> None:
         self._call_back(self.queue.prefilled(ticket, self._clock()))

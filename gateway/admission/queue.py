@@ -236,16 +236,14 @@ class AdmissionQueue:
             self.rate.pause(now)
         return self._admit(now)
 
-    def resume(self, ticket: Ticket, now: float | None) -> None:
-        """Note that workers have a request again, or that it is over."""
+    def resume(self, ticket: Ticket, now: float) -> list[Ticket]:
+        """Note that workers have a request again. Return the newly admitted: with its places its tenant has
+        more, and others may be next.
+        """
         if not ticket.stalled:
-            return
-        if now is not None:
-            if self.running == self._prompts.held_up:  # whatever waits, waited for these
-                self.rate.skip(now)
-            self.rate.begin(now)
-        self._prompts.resume(ticket)
-        self._running.take_back(ticket)
+            return []
+        self._resume(ticket, now)
+        return self._admit(now)
 
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Note a request's first token, once: its prompt no longer waits. Return the newly admitted."""
@@ -300,6 +298,16 @@ class AdmissionQueue:
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
 
+    def _resume(self, ticket: Ticket, now: float | None) -> None:
+        if not ticket.stalled:
+            return
+        if now is not None:
+            if self.running == self._prompts.held_up:  # whatever waits, waited for these
+                self.rate.skip(now)
+            self.rate.begin(now)
+        self._prompts.resume(ticket)
+        self._running.take_back(ticket)
+
     def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
         if ticket.prefilled and now is not None and not ticket.has_stalled:
             self._wait.learn_stay(now - started_at)
@@ -317,7 +325,7 @@ class AdmissionQueue:
         return self.waiting_tokens > self._prompts.stalled_tokens and not all_stall
 
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
-        self.resume(ticket, now)
+        self._resume(ticket, now)
         ticket.prefilled = True
         self._shares.give_back(ticket.tenant, ticket.tokens)
         if ticket.admitted:

@@ -90,7 +90,11 @@ class WindowPrefix:
         cached, end = window.cached_places, len(keys)
         shared = next((at for at in range(cached, end) if self._owns(blocks[at], keys[at])), end)
         first = max(0, shared - self._reach)
-        if shared > cached and window.first_left(len(blocks)) <= max(cached, first):
+        if shared == cached:
+            return
+        # Others may have come or gone since the ring was made for a place to part at.
+        there = set(window.lasting(first, len(blocks)))
+        if there.issuperset(range(first, shared)):
             for place in range(first, shared):
                 self.insert(window.blocks(place), keys[place])
 

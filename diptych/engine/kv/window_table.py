@@ -6,7 +6,7 @@ any more. In front of them lie blocks of a cached prefix, which are read and nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -29,11 +29,11 @@ class PromptWindow:
         """First place that `pinned` has blocks of."""
         return self.cached_places - len(self.pinned) // self.tables
 
-    def first_left(self, places: int) -> int:
-        """Return the first place behind the cached prefix whose content is there once a prompt of so many
-        places is computed, with that of later ones whose blocks no other entry names.
+    def lasting(self, first: int, places: int) -> Collection[int]:
+        """Return the places from `first` on whose content is there once a prompt of so many places is
+        computed: of those with the same blocks the last one.
         """
-        return max(self.cached_places, places - len(self.ring) // self.tables)
+        return {self.blocks(place)[0]: place for place in range(first, places)}.values()
 
     @property
     def held(self) -> list[int]:

@@ -103,9 +103,8 @@ def test_given_model_with_recurrent_layers_is_described_with_its_states_and_limi
 ) -> None:
     found = doctor.given_model(str(folder(tmp_path / "m", {**WHOLE, "config.json": PUBLISHED[name]})))
     assert found.state != "missing"
-    assert (
-        f"2 x {states} MiB of recurrent states a sequence, one process a worker and no drafts" in found.text
-    )
+    limits = "one process a worker, no drafts by heads"
+    assert f"2 x {states} MiB of recurrent states a sequence, {limits}" in found.text
     assert "int8 on CPUs" not in found.text
 
 

@@ -398,6 +398,21 @@ def test_places_of_prompts_that_wait_for_encode_workers_go_to_others() -> None:
     assert queue.kv.reserved == sum(ticket.kv_tokens for ticket in texts[1:5])
 
 
+def test_a_request_that_takes_its_places_back_lets_those_of_other_tenants_go_first() -> None:
+    """Memory of 800 tokens, places of five: `b` waited behind a long prompt of `c`, which had too few."""
+    for back in (True, False):
+        queue = AdmissionQueue(5, 1_000_000)
+        queue.kv.resize(50 * 16, 16)
+        image = queue.enqueue(84, max_tokens=20, sequences=2, tenant="c", now=0.0)
+        queue.stall(image, 0.0, gives_place=True)
+        assert queue.enqueue(400, max_tokens=200, tenant="c", now=0.0).admitted
+        long = queue.enqueue(400, max_tokens=1, tenant="c", now=0.0)
+        short = queue.enqueue(20, max_tokens=1, tenant="b", now=0.0)
+        assert queue.resume(image, 1.0) == [short] if back else not short.admitted, "or it waits"
+        assert not long.admitted
+        queue.invariants()
+
+
 def test_places_of_prompts_that_wait_for_other_workers_stay_theirs() -> None:
     """The control: others of a pair may be away for all, which then wait in the order of their tenants."""
     queue = AdmissionQueue(4, 1_000_000)
@@ -465,7 +480,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         self.now += 0.1
-        self.queue.resume(data.draw(st.sampled_from(self.alive)), self.now)
+        for admitted in self.queue.resume(data.draw(st.sampled_from(self.alive)), self.now):
+            assert admitted in self.alive
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())

@@ -153,9 +153,10 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
             content[pages[place - first]] = min((place + 1) * block_size, end)
         start = end
     kept = range(max(cached, groups.first_kept(tokens - 1, block_size)), places)
-    for place in (*kept, *([places - tail] if tail else [])):
+    there = {*kept, *([places - tail] if tail else [])}
+    for place in there | set(window.lasting(cached, places)):
         assert content[tuple(window.blocks(place))] == min((place + 1) * block_size, tokens)
-    assert window.first_left(places) <= min(kept.start, places - tail)
+    assert there.issubset(window.lasting(cached, places))
 
 
 @pytest.mark.parametrize("page_blocks", [1, 200])
