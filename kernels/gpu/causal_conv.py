@@ -50,7 +50,7 @@ def _finish(
     tl.store(out + row.to(tl.int64) * C + channel, sums.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read", "written", "starts"])
 def _decode(
     x, weight, bias, out, pool, base, read, written, starts, live, first, row_stride, block_stride,
     C: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_FLOATS: tl.constexpr,
@@ -89,7 +89,7 @@ def _decode(
         tl.store(out + row * C + channel, tl.zeros((CHANNELS,), out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read", "starts", "offsets"])
 def _chunks(
     x, weight, bias, out, pool, base, read, starts, live, offsets, first, row_stride, block_stride,
     C: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -126,7 +126,7 @@ def _chunks(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read", "written", "starts", "offsets", "cuts", "ends"])
 def _keep(
     x, pool, base, read, written, starts, live, offsets, cuts, ends, first, row_stride, block_stride,
     C: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_FLOATS: tl.constexpr,

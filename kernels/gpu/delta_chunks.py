@@ -33,6 +33,8 @@ CHUNK = DELTA_CHUNK
 """Rows of a chunk."""
 _LANES = 32
 """Lanes of values of a program that goes from chunk to chunk."""
+_LEAST_CUTS = 32
+"""Cuts that a kernel is compiled for at least: most steps have fewer, and none of these compiles its own."""
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def inverse_of(system, CHUNK: tl.constexpr):
     return inverse + same.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cuts", "ends", "sequences"])
 def _prepare(
     conv, mixed, speed, step_bias, cuts, ends, keys, within, conv_stride, mixed_stride, keys_stride,
     within_stride, rate_at, step_at, largest_rate, query_scale, sequences, CUTS_PAD: tl.constexpr,
@@ -141,7 +143,7 @@ def _prepare(
         tl.store(value, product(inverse, v * rate[:, None], PRECISION), mask=value_mask)
 
 
-@triton.jit(do_not_specialize=["page_blocks"])
+@triton.jit(do_not_specialize=["offsets", "cuts", "ends", "read", "written", "starts", "page_blocks"])
 def _advance(
     conv, mixed, speed, step_bias, keys, within, offsets, cuts, ends, memory, base, read, written, starts,
     live, begin, stride, page_blocks, conv_stride, mixed_stride, keys_stride, within_stride, step_at,
@@ -249,7 +251,7 @@ def delta_chunks(
     _prepare[(rule.value_heads, most_chunks)](
         conv, mixed, rule.speed, rule.step_bias, rows_of["cuts"], rows_of["ends"], keys, within,
         rate_at=rate_at, largest_rate=rule.largest_rate, sequences=runs.sequences,
-        CUTS_PAD=power_of_two(len(runs.ends)), **given, num_warps=8, num_stages=1,
+        CUTS_PAD=power_of_two(len(runs.ends), _LEAST_CUTS), **given, num_warps=8, num_stages=1,
     )  # fmt: skip
     lanes = min(_LANES, power_of_two(rule.value_dim, 16))
     _advance[(triton.cdiv(rule.value_dim, lanes), rule.value_heads, runs.sequences)](

@@ -28,7 +28,7 @@ def unit_row(x, scale):
     return x * (tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6) * scale)
 
 
-@triton.jit(do_not_specialize=["page_blocks"])
+@triton.jit(do_not_specialize=["read", "written", "starts", "page_blocks"])
 def _delta_step(
     conv, mixed, speed, step_bias, norm, out, memory, base, read, written, starts, live, begin, stride,
     page_blocks, conv_stride, mixed_stride, out_stride, gate_at, rate_at, step_at, eps, largest_rate,

@@ -22,7 +22,7 @@ _CHANNELS = 32
 _AHEAD = 8
 
 
-@triton.jit(do_not_specialize=["page_blocks"])
+@triton.jit(do_not_specialize=["offsets", "cuts", "ends", "read", "written", "starts", "page_blocks"])
 def _scan(
     x, steps, b, c, gate, decay, step_bias, skip, out, offsets, cuts, ends, memory, base, read, written,
     starts, live, begin, stride, page_blocks, x_stride, steps_stride, b_stride, c_stride, gate_stride,

@@ -28,7 +28,7 @@ _LANES = 32
 """Channels of a program."""
 
 
-@triton.jit(do_not_specialize=["page_blocks"])
+@triton.jit(do_not_specialize=["offsets", "cuts", "ends", "read", "written", "starts", "page_blocks"])
 def _space_chunks(
     conv, mixed, decay, step_bias, skip, offsets, cuts, ends, memory, base, read, written, starts, live,
     begin, stride, page_blocks, conv_stride, mixed_stride, step_at, low, high, HEADS: tl.constexpr,

@@ -29,7 +29,7 @@ def bounded_step(raw, bias, low, high):
     return tl.minimum(tl.maximum(softplus(raw + bias), low), high)
 
 
-@triton.jit(do_not_specialize=["page_blocks"])
+@triton.jit(do_not_specialize=["read", "written", "starts", "page_blocks"])
 def _space_step(
     conv, mixed, decay, step_bias, skip, memory, base, read, written, starts, live, begin, stride,
     page_blocks, conv_stride, mixed_stride, step_at, low, high, HEADS: tl.constexpr, GROUPS: tl.constexpr,

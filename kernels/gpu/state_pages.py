@@ -2,6 +2,9 @@
 
 The meaning is kernels/state_pages.py. The first launch compares the counts of the pages that are read, the
 last one writes those of the pages that were written; between them these have none.
+
+The tables of a run lie anywhere within the arrays of a step: no kernel is compiled for their alignment, which
+differs from step to step.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def _cuts_of(sequence, cuts, SINGLE: tl.constexpr):
     return first, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read", "written", "starts", "cuts"])
 def _begin_states(
     marks, base, read, written, starts, live, cuts, block_stride, PAGE_BLOCKS: tl.constexpr,
     SINGLE: tl.constexpr, BASED: tl.constexpr,
@@ -63,7 +66,7 @@ def _begin_states(
         tl.store(place + 1, -1, mask=good & (page >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["written", "starts", "offsets", "cuts", "ends"])
 def _end_states(
     marks, base, written, starts, live, offsets, cuts, ends, hidden, block_stride, width,
     PAGE_BLOCKS: tl.constexpr, SINGLE: tl.constexpr, BASED: tl.constexpr, WIDTH: tl.constexpr,

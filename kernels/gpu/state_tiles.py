@@ -20,12 +20,14 @@ _WIDEST = 4
 
 @triton.jit
 def unit_places(pages, numbers, mask, stride, BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr):
-    """Return the places in memory of units `numbers [...]` of the page whose blocks are at `pages`, int64.
+    """Return the places in memory of units `numbers [...]` of the page whose blocks are at `pages`, int64,
+    and which of those in `mask [...]` there are.
 
-    Blocks lie `stride` units apart; of units outside of `mask [...]` the place is one that exists.
+    Blocks lie `stride` units apart. Each is looked at: those of a sequence that is aborted become NO_PAGE one
+    by one while a kernel runs.
     """
-    block = tl.load(pages + numbers // BLOCK_UNITS, mask=mask, other=0)
-    return (block.to(tl.int64) * stride + numbers % BLOCK_UNITS) * UNIT
+    block = tl.load(pages + numbers // BLOCK_UNITS, mask=mask, other=-1)
+    return (block.to(tl.int64) * stride + numbers % BLOCK_UNITS) * UNIT, mask & (block >= 0)
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def load_tile(
     """
     numbers = begin + rows[:, None] * row_units + columns[None, :]
     mask = row_mask[:, None] & column_mask[None, :] & (tl.zeros_like(numbers) + there > 0)
-    places = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
+    places, mask = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
     lanes = tl.arange(0, UNIT)
     found = tl.load(memory + places[:, :, None] + lanes[None, None, :], mask=mask[:, :, None], other=0.0)
     return tl.reshape(found, [HEIGHT, WIDTH])
@@ -50,10 +52,10 @@ def store_tile(
     tile, memory, pages, begin, rows, row_mask, columns, column_mask, row_units, stride,
     BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store what `load_tile` returns; nothing where there is no page, whose first block is negative."""
+    """Store what `load_tile` returns; nothing where there is no page, whose blocks are negative."""
     numbers = begin + rows[:, None] * row_units + columns[None, :]
-    mask = row_mask[:, None] & column_mask[None, :] & (tl.zeros_like(numbers) + tl.load(pages) >= 0)
-    places = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
+    mask = row_mask[:, None] & column_mask[None, :]
+    places, mask = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
     lanes = tl.arange(0, UNIT)
     units = tl.reshape(tile, [HEIGHT, WIDTH // UNIT, UNIT])
     tl.store(memory + places[:, :, None] + lanes[None, None, :], units, mask=mask[:, :, None])

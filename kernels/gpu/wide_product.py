@@ -24,9 +24,11 @@ def operand_precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def to_tf32(x):
-    """Return float32 `x [...]`, rounded to the nearest number of 10 bits behind the point."""
+    """Return float32 `x [...]`, rounded to the nearest number of 10 bits behind the point; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    rounded = ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    # The NaN that a card computes has all bits set: the addition would carry it over to zero.
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit

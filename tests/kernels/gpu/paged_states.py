@@ -64,7 +64,7 @@ class Pages:
                 ends.append(rows + (ends[-1] if ends else 0))
                 written.append(page)
             offsets.append(ends[-1] if ends else 0)
-            live.append(int(bool(pieces) and pieces[-1][1] >= 0))
+            live.append(int(any(page >= 0 for _, page in pieces)))
         longest = max(sum(rows for rows, _ in pieces) for _, pieces in sequences)
         read = [page for page, _ in sequences]
         return StateRuns(

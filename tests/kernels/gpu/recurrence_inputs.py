@@ -13,9 +13,9 @@ from kernels.state_pages import StateRuns
 from tests.kernels.gpu.paged_states import Pages, based, on_cpu
 
 _Rule = TypeVar("_Rule", DeltaRule, ScanRule, SpaceRule)
-CHUNKS = [(0, [(1, 0), (16, 1)]), (-1, [(70, 2)]), (3, []), (3, [(9, -1)]), (4, [(64, -1), (5, 5)])]
+CHUNKS = [(0, [(1, 0), (16, 1)]), (-1, [(70, 2)]), (3, []), (3, [(9, -1)]), (4, [(64, 5), (5, -1)])]
 """Goes on in its page and crosses its end; begins, with more than a chunk; padding; aborted; a chunk whose
-states are not kept, and some rows.
+states are kept, and guesses.
 """
 ROWS = 170
 """Rows of the sequences, 165, and some that belong to none."""

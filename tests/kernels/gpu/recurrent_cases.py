@@ -11,11 +11,14 @@ from kernels.state_pages import StateRuns
 Case = tuple[str, Callable[[], object]]
 
 
-def state_runs(rows: int, *, chunks: bool, based: bool, blocks: int = 20) -> StateRuns:
-    """Return runs of `rows` sequences of one row, or of one sequence with as many."""
+def state_runs(rows: int, *, chunks: bool, based: bool, blocks: int = 20, apart: int = 0) -> StateRuns:
+    """Return runs of `rows` sequences of one row, or of one sequence with as many; tables begin `apart`
+    numbers behind an aligned place.
+    """
     sequences = 1 if chunks else rows
-    numbers = torch.zeros(sequences + 1, dtype=torch.int32)
-    tables = torch.zeros(2 if chunks else rows, blocks, dtype=torch.int32)
+    numbers = torch.zeros(apart + sequences + 1, dtype=torch.int32)[apart:]
+    tables = torch.zeros(apart + 2 * rows * blocks, dtype=torch.int32)[apart:].view(-1, blocks)
+    tables = tables[: 2 if chunks else rows]
     more = (numbers, numbers, numbers, rows) if chunks else (None, None, None, 1)
     return StateRuns(
         torch.zeros(4, 4096), 4096, slice(0, rows), tables[:sequences], tables, numbers[:sequences],
@@ -30,7 +33,9 @@ def recurrent_cases() -> Iterator[Case]:
 
     for name, runs in (
         ("decode", state_runs(16, chunks=False, based=False)),
+        ("decode elsewhere", state_runs(16, chunks=False, based=False, apart=1)),
         ("chunks", state_runs(512, chunks=True, based=False)),
+        ("chunks elsewhere", state_runs(512, chunks=True, based=False, apart=1)),
         ("recorded chunks", state_runs(512, chunks=True, based=True)),
     ):
         rows = runs.rows.stop

@@ -29,21 +29,30 @@ def launches(quick: bool) -> Iterator[Launch]:
             yield from _space("Nemotron-H", 128, 64, 8, 128, dtype)
 
 
-def _runs(*, single: bool, based: bool) -> StateRuns:
-    """Return runs over an empty memory: what is launched is compiled alone."""
-    table, few = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    base = few[:2].long() if based else None
-    pool = torch.zeros(2, 4096)
+def _runs(*, single: bool, based: bool, apart: int, sequences: int) -> StateRuns:
+    """Return runs over an empty memory: what is launched is compiled alone. Tables begin `apart` numbers
+    behind an aligned place.
+    """
+    few = torch.zeros(apart + sequences * 64, dtype=torch.int32)[apart:]
+    table, live, base = few.view(-1, 64), few[:sequences].clone(), few[:2].long() if based else None
+    pool, starts, more = torch.zeros(2, 4096), few[:sequences], few[: sequences + 1]
     if single:
-        return StateRuns(pool, 4096, slice(0, 4), table, table, few[:4], few[:4])
+        return StateRuns(pool, 4096, slice(0, 4), table, table, starts, live)
     return StateRuns(
-        pool, 4096, slice(0, _ROWS), table, table, few[:4], few[:4], few[:5], few[:5], few[:4], _ROWS, base
-    )
+        pool, 4096, slice(0, _ROWS), table, table, starts, live, more, more, starts, _ROWS, base
+    )  # fmt: skip
 
 
 def _both(name: str, launch: Callable[[StateRuns, int], object]) -> Iterator[Launch]:
-    for what, rows, based in (("rows", 4, False), ("chunks", _ROWS, False), ("recorded chunks", _ROWS, True)):
-        runs = _runs(single=rows == 4, based=based)
+    for what, rows, based, apart, sequences in (
+        ("rows", 4, False, 0, 4),
+        ("rows elsewhere", 4, False, 1, 4),
+        ("chunks", _ROWS, False, 0, 4),
+        ("chunks elsewhere", _ROWS, False, 1, 4),
+        ("chunks of one elsewhere", _ROWS, False, 1, 1),
+        ("recorded chunks", _ROWS, True, 0, 4),
+    ):
+        runs = _runs(single=rows == 4, based=based, apart=apart, sequences=sequences)
         yield f"{name} {what}", lambda runs=runs, rows=rows: launch(runs, rows)  # type: ignore[misc]
 
 

@@ -44,5 +44,9 @@ def test_kernels_of_recurrent_layers_fit_a_program(card: str, most: int) -> None
     sizes = [int(size) for size in re.findall(r"SHARED:(\d+)", found)]
     assert len(sizes) > 5
     assert max(sizes) <= most
+    cases = dict(re.findall(r"^-- (.*)\n((?:(?!--).*\n?)*)", found, re.MULTILINE))
+    again = [name for name in cases if "elsewhere" in name]
+    assert len(again) > 5
+    assert not any(cases[name] for name in again), "kernels are compiled anew where tables lie elsewhere"
     matrices = ".f32.tf32.tf32"
     assert matrices in found, "prompts are multiplied by matrix units"

@@ -15,7 +15,7 @@ from tests.kernels import recurrent_meanings
 from tests.kernels.gpu.paged_states import Pages, based, on_cpu
 from tests.kernels.gpu.recurrence_inputs import ONE_TOKEN, of_cpu
 
-CHUNKS = [(0, [(1, 0), (9, 1)]), (-1, [(19, 2)]), (3, []), (3, [(4, -1)]), (4, [(8, -1), (5, 5)])]
+CHUNKS = [(0, [(1, 0), (9, 1)]), (-1, [(19, 2)]), (3, []), (3, [(4, -1)]), (4, [(8, 5), (5, -1)])]
 SIZES = [(24, 16, 0, 48), (9, 5, 3, 7), (40, 12, 16, 32)]
 """Channels, numbers of a channel, first float of the states, floats of a block."""
 

@@ -32,6 +32,16 @@ def test_numbers_are_rounded_to_the_nearest_of_ten_bits(device: torch.device) ->
     assert 2.0**-12 < error.max() <= 2.0**-11
 
 
+def test_what_is_not_finite_stays_so(device: torch.device) -> None:
+    """Whichever NaN it is: 0x7FFFFFFF is what a card computes."""
+    bits = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -0x800000, 0x3F800000, 0]
+    x = torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(device)
+    found = torch.empty_like(x)
+    _round[(1,)](x, found, COUNT=len(bits))
+    assert found[:4].isnan().all()
+    assert found[4:].tolist() == [torch.inf, -torch.inf, 1.0, 0.0]
+
+
 def test_states_are_as_far_from_float32_as_rounded_operands_take_them(device: torch.device) -> None:
     rule = space_constants(2, 16, 1, 32, device)
     conv, mixed = space_inputs(rule, 70, device, torch.bfloat16)

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-LEAST_TOKENS = 64
-"""Tokens that a room has at least: some kinds keep numbers of each so many tokens of a prompt."""
-
 
 @dataclass(frozen=True)
 class MixerRoom:
-    """Room for T tokens, in the model's dtype and in float32."""
+    """Room for T tokens."""
 
-    tokens: int
     plain: torch.Tensor
+    """`[T, numbers]` of the model's dtype: as many as a token has, not where."""
     wide: torch.Tensor
+    """float32 `[T, numbers]`."""
 
     @classmethod
     def make(
         cls, numbers: tuple[int, int], tokens: int, dtype: torch.dtype, device: torch.device
     ) -> MixerRoom:
         """Allocate room for `tokens` tokens of so many numbers each: of `dtype`, and float32."""
-        held = max(tokens, LEAST_TOKENS)
         plain, wide = (
-            torch.zeros(count * held, dtype=kind, device=device)
+            torch.zeros((tokens, count), dtype=kind, device=device)
             for count, kind in zip(numbers, (dtype, torch.float32), strict=True)
         )
-        return cls(tokens, plain, wide)
+        return cls(plain, wide)
 
     def rows(self, tokens: int) -> MixerRoom:
         """Return the room of fewer tokens."""
-        return replace(self, tokens=tokens)
+        return MixerRoom(self.plain[:tokens], self.wide[:tokens])
 
     def clear(self) -> None:
         """Make zeros of all."""
@@ -42,20 +39,20 @@ class MixerRoom:
 
     def typed(self, *widths: int) -> list[torch.Tensor]:
         """Return tensors `[T, width]` of the model's dtype that do not overlap."""
-        return _carve(self.plain, self.tokens, widths)
+        return _carve(self.plain, widths)
 
     def floats(self, *widths: int) -> list[torch.Tensor]:
         """Return tensors `[T, width]` of float32 that do not overlap."""
-        return _carve(self.wide, self.tokens, widths)
+        return _carve(self.wide, widths)
 
 
 def room_bytes(numbers: tuple[int, int], tokens: int, dtype: torch.dtype) -> int:
     """Return the bytes of the room of so many tokens."""
-    held = max(tokens, LEAST_TOKENS)
-    return held * (numbers[0] * dtype.itemsize + numbers[1] * torch.float32.itemsize)
+    return tokens * (numbers[0] * dtype.itemsize + numbers[1] * torch.float32.itemsize)
 
 
-def _carve(flat: torch.Tensor, tokens: int, widths: tuple[int, ...]) -> list[torch.Tensor]:
+def _carve(room: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
+    tokens, flat = len(room), room.view(-1)
     sizes = [tokens * width for width in widths]
     begins = accumulate(sizes, initial=0)
     return [
