@@ -111,15 +111,15 @@ def open_parts(
 def why_not_native(shape: ModelShape, precision: Precision, dealing: Dealing = Dealing(1)) -> str | None:
     """Return None if the native step computes a model in parts, here, or else why not, in words."""
     # Imported here: it loads the native library, which the torch backend does not need.
-    from diptych.engine.backends.native.supports import supports
+    from diptych.engine.backends.native.supports import supports_in_parts
     from kernels.cpu import library
 
     if dealing.all_to_all:
         return "the native step sends no rows to experts of other ranks"
     if precision not in _NATIVE:
         return f"the native step does not compute {precision} in parts"
-    if (why := supports(shape)) is not None:
-        return f"the native step does not compute {why}"
+    if (why := supports_in_parts(shape)) is not None:
+        return f"the native step does not compute {why} in parts"
     try:
         library.load()
     except library.LibraryMissing as error:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from diptych.engine.adapters.adapter import Adapter, Delta
+from diptych.engine.backends.native.recurrent import recurrent_products
 from diptych.engine.backends.native.status import NativeError
-from diptych.engine.models.recurrent import RecurrentShape
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import RECURRENT, layer_shapes
 from kernels.cpu import library as native
@@ -48,32 +48,26 @@ def whole_products(shape: ModelShape, adapter: Adapter) -> Iterator[AdaptedProdu
     """Yield the products that an adapter changes of a model that one process computes."""
     for index, layer in enumerate(adapter.layers):
         sizes = dict(layer_shapes(shape, index))
-        products = {**PRODUCTS, **_of_recurrence(shape.layers[index].recurrent)}
-        for which, fields in products.items():
+        for which, fields in _products(shape, index).items():
             if any(field in layer for field in fields):
-                present = [field for field in fields if field in sizes]
+                present = present_fields(fields, sizes)
                 rows = [sizes[field][0] for field in present]
                 yield AdaptedProduct(index, which, present, rows, layer, has_uneven_strips(rows))
 
 
-def _of_recurrence(shape: RecurrentShape | None) -> Mapping[int, tuple[str, ...]]:
-    """Return the products of a recurrence, and the matrices that each joins."""
-    if shape is None:
-        return {}
-    side = [name for name in shape.into if not name.endswith("_proj")]
-    within = dict(zip((native.RECURRENT_INNER, native.RECURRENT_STEPS), shape.within, strict=False))
-    products = {
-        native.RECURRENT_IN: [name for name in shape.into if name not in side],
-        native.RECURRENT_SIDE: side,
-        native.RECURRENT_OUT: ["out_proj"],
-        **{which: [name] for which, name in within.items()},
+def _products(shape: ModelShape, layer: int) -> Mapping[int, tuple[str, ...]]:
+    """Return the products of layer number `layer`, and the matrices that each joins."""
+    own = shape.layers[layer].recurrent
+    recurrent = {} if own is None else recurrent_products(own)
+    return {
+        **PRODUCTS,
+        **{which: tuple(RECURRENT + name for name in names) for which, names in recurrent.items()},
     }
-    return {which: tuple(RECURRENT + name for name in names) for which, names in products.items()}
 
 
-def present_fields(which: int, sizes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the matrices that a product joins in a layer with tensors of these `sizes`."""
-    return [field for field in PRODUCTS[which] if field in sizes]
+def present_fields(fields: Sequence[str], sizes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return those of the matrices of a product that a layer with tensors of these `sizes` has."""
+    return [field for field in fields if field in sizes]
 
 
 def has_uneven_strips(rows: Sequence[int]) -> bool:

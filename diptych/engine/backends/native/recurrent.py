@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,25 +30,12 @@ class PackedRecurrence:
 
     matrices: Mapping[int, Sequence[Part]]
     """The parts of each matrix, in their order."""
-    vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    vectors: Mapping[int, torch.Tensor]
     """Numbers of any shape, in the order in which they are read."""
-
-
-class _Kind(NamedTuple):
-    """A kind of recurrence that is computed; both functions get its shape."""
-
-    sizes: Callable[[Any, float], native.Recurrent]
-    """Returns the sizes of a layer but for the place of its states; models' norms have this epsilon."""
-    weights: Callable[[Any, Mapping[str, Any]], PackedRecurrence]
-    """Sorts the tensors of a layer, given by the names of `RecurrentShape.tensors`."""
 
 
 def _short_conv(shape: ShortConvShape, _: float) -> native.Recurrent:
     return native.Recurrent(kind=native.SHORT_CONV, channels=shape.width, taps=shape.taps)
-
-
-def _short_conv_weights(_: ShortConvShape, tensors: Mapping[str, Any]) -> PackedRecurrence:
-    return PackedRecurrence(_projections(tensors), _filter(tensors))
 
 
 def _delta(shape: DeltaShape, eps: float) -> native.Recurrent:
@@ -64,23 +51,6 @@ def _delta(shape: DeltaShape, eps: float) -> native.Recurrent:
         largest_rate=shape.largest_rate,
         epsilon=eps if shape.norm_eps is None else shape.norm_eps,
     )
-
-
-def _delta_weights(shape: DeltaShape, tensors: Mapping[str, Any]) -> PackedRecurrence:
-    parts = ("q", "k", "v") if shape.apart else ("qkv",)
-    filters = [tensors[f"{part}_conv" if shape.apart else "conv"] for part in parts]
-    matrices: dict[int, Sequence[Part]] = {
-        native.RECURRENT_IN: [(tensors[f"{part}_proj"], None) for part in (*parts, "gate")],
-        native.RECURRENT_SIDE: [(tensors[name], None) for name in ("rate", "step")],
-        native.RECURRENT_OUT: [(tensors["out_proj"], None)],
-    }
-    vectors = {
-        native.FILTER: torch.cat(filters).squeeze(1).t(),
-        native.DECAY: -tensors["decay"].float().exp(),
-        native.STEP_BIAS: tensors["step_bias"],
-        native.RECURRENT_NORM: tensors["norm"],
-    }
-    return PackedRecurrence(matrices, vectors)
 
 
 def _mamba2(shape: SpaceShape, eps: float) -> native.Recurrent:
@@ -99,17 +69,6 @@ def _mamba2(shape: SpaceShape, eps: float) -> native.Recurrent:
     )
 
 
-def _mamba2_weights(_: SpaceShape, tensors: Mapping[str, Any]) -> PackedRecurrence:
-    vectors = {
-        native.DECAY: -tensors["decay"].float().exp(),
-        native.STEP_BIAS: tensors["step_bias"],
-        native.SKIP: tensors["skip"],
-    }
-    if "norm" in tensors:
-        vectors[native.RECURRENT_NORM] = tensors["norm"]
-    return PackedRecurrence(_projections(tensors), {**_filter(tensors), **vectors})
-
-
 def _mamba(shape: ScanShape, eps: float) -> native.Recurrent:
     return native.Recurrent(
         kind=native.MAMBA,
@@ -122,53 +81,33 @@ def _mamba(shape: ScanShape, eps: float) -> native.Recurrent:
     )
 
 
-def _mamba_weights(_: ScanShape, tensors: Mapping[str, Any]) -> PackedRecurrence:
-    matrices = {
-        **_projections(tensors),
-        native.RECURRENT_INNER: [(tensors["x_proj"], None)],
-        native.RECURRENT_STEPS: [(tensors["step_proj"], None)],
-    }
-    vectors = {
-        native.DECAY: -tensors["decay"].float().exp().t(),
-        native.STEP_BIAS: tensors["step_bias"],
-        native.SKIP: tensors["skip"],
-        native.STEP_NORM: tensors["step_norm"],
-        native.B_NORM: tensors["b_norm"],
-        native.C_NORM: tensors["c_norm"],
-    }
-    return PackedRecurrence(matrices, {**_filter(tensors), **vectors})
-
-
 _NORMS = {"none": 0, "after_gate": 1, "before_gate": 2}
-_KINDS: dict[type[RecurrentShape], _Kind] = {
-    ShortConvShape: _Kind(_short_conv, _short_conv_weights),
-    DeltaShape: _Kind(_delta, _delta_weights),
-    SpaceShape: _Kind(_mamba2, _mamba2_weights),
-    ScanShape: _Kind(_mamba, _mamba_weights),
+_SIZES: dict[type[RecurrentShape], Callable[[Any, float], native.Recurrent]] = {
+    ShortConvShape: _short_conv,
+    DeltaShape: _delta,
+    SpaceShape: _mamba2,
+    ScanShape: _mamba,
 }
-
-
-def _projections(tensors: Mapping[str, Any]) -> dict[int, Sequence[Part]]:
-    """Return the matrices of a recurrence that has one into it and one out of it."""
-    return {
-        native.RECURRENT_IN: ((tensors["in_proj"], tensors.get("in_proj_bias")),),
-        native.RECURRENT_OUT: ((tensors["out_proj"], tensors.get("out_proj_bias")),),
-    }
-
-
-def _filter(tensors: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """Return a convolution's filter `[taps, channels]` and its bias."""
-    vectors = {native.FILTER: tensors["conv"].squeeze(1).t()}
-    if "conv_bias" in tensors:
-        vectors[native.FILTER_BIAS] = tensors["conv_bias"]
-    return vectors
+"""Kinds that are computed: `sizes(shape, eps)` returns the sizes of a layer but for the place of its states.
+`eps` is the epsilon of models' norms.
+"""
+_VECTORS = {
+    "conv_bias": native.FILTER_BIAS,
+    "step_bias": native.STEP_BIAS,
+    "skip": native.SKIP,
+    "norm": native.RECURRENT_NORM,
+    "step_norm": native.STEP_NORM,
+    "b_norm": native.B_NORM,
+    "c_norm": native.C_NORM,
+}
+"""Vectors that are taken as they are."""
 
 
 def lacks_recurrences(shape: ModelShape) -> Iterator[str]:
     """Yield what of the recurrences of a model of `shape` the native step does not compute, in words."""
     kinds = {layer.recurrent for layer in shape.layers if layer.recurrent is not None}
     for kind in sorted(kinds, key=lambda one: one.kind):
-        if type(kind) not in _KINDS:
+        if type(kind) not in _SIZES:
             yield f"the recurrence {kind.kind}"
         elif getattr(kind, "taps", 0) > _MOST_TAPS:
             yield f"convolutions over more than {_MOST_TAPS} tokens"
@@ -181,11 +120,37 @@ def native_recurrence(shape: ModelShape, layer: int) -> native.Recurrent:
     own = shape.layers[layer].recurrent
     if own is None:
         return native.Recurrent()
-    made = _KINDS[type(own)].sizes(own, shape.rms_eps)
+    made = _SIZES[type(own)](own, shape.rms_eps)
     made.place = state_extents(kept_states(shape))[layer][0]
     return made
 
 
-def packed_recurrence(shape: RecurrentShape, tensors: Mapping[str, Matrix]) -> PackedRecurrence:
+def recurrent_products(shape: RecurrentShape) -> dict[int, list[str]]:
+    """Return the products of a recurrence, and the matrices that each joins, by the names of
+    `RecurrentShape.tensors`.
+    """
+    side = [name for name in shape.into if not name.endswith("_proj")]
+    within = zip((native.RECURRENT_INNER, native.RECURRENT_STEPS), shape.within, strict=False)
+    products = {
+        native.RECURRENT_IN: [name for name in shape.into if name not in side],
+        native.RECURRENT_SIDE: side,
+        **{which: [name] for which, name in within},
+        native.RECURRENT_OUT: ["out_proj"],
+    }
+    return {which: names for which, names in products.items() if names}
+
+
+def packed_recurrence(shape: RecurrentShape, tensors: Mapping[str, Any]) -> PackedRecurrence:
     """Return the tensors of a layer's recurrence by their numbers in the native step."""
-    return _KINDS[type(shape)].weights(shape, tensors)
+
+    def part(name: str) -> Part:
+        # The bias `step_bias` is none of the matrix `step`: it is added where steps are made.
+        return tensors[name], tensors.get(f"{name}_bias") if name.endswith("_proj") else None
+
+    filters = [tensors[name] for name in ("conv", "q_conv", "k_conv", "v_conv") if name in tensors]
+    vectors = {number: tensors[name] for name, number in _VECTORS.items() if name in tensors}
+    vectors[native.FILTER] = torch.cat(filters).squeeze(1).t()
+    if "decay" in tensors:
+        vectors[native.DECAY] = -tensors["decay"].float().exp().t()
+    products = recurrent_products(shape)
+    return PackedRecurrence({which: list(map(part, names)) for which, names in products.items()}, vectors)

@@ -47,7 +47,7 @@ def _products(
         sizes = dict(layer_shapes(shape, number))
         for which in wanted:
             if any(field in layer for field in PRODUCTS[which]):
-                present = present_fields(which, sizes)
+                present = present_fields(PRODUCTS[which], sizes)
                 rows = [_rows(field, sizes[field][0], part, shape) for field in present]
                 # By the width of a head, and not by how many a rank has: an order of sums depends on it.
                 uneven = has_uneven_strips([shape.head_dim] if which == native.QKV else rows)

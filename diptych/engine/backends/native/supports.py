@@ -17,6 +17,11 @@ def supports(shape: ModelShape) -> str | None:
     return next(_lacks(shape), None)
 
 
+def supports_in_parts(shape: ModelShape) -> str | None:
+    """Return None if ranks compute their parts of models of `shape`, or else what they lack, in words."""
+    return "attention with a gate" if shape.attention_gate else supports(shape)
+
+
 def _lacks(shape: ModelShape) -> Iterator[str]:
     yield from torch_only(shape)
     yield from lacks_recurrences(shape)

@@ -17,6 +17,7 @@ from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.parallel_model import why_not_native
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
@@ -62,6 +63,14 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
     check_family(case, tmp_path, NativeGroup, supports)
+
+
+def test_attention_with_a_gate_is_left_to_torch(llama: OpenCheckpoint) -> None:
+    """Ranks do not pack its gate; one process computes it."""
+    gated = replace(llama.shape, attention_gate=True)
+    assert supports(gated) is None
+    assert why_not_native(llama.shape, "fp32") is None
+    assert why_not_native(gated, "fp32") == "the native step does not compute attention with a gate in parts"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
