@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_worker.config import DecodeSettings
-from diptych.runtime.process import exit_on_sigterm, leave, run_program
+from diptych.runtime.process import exit_on_sigterm, importing, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,7 +15,8 @@ def main(argv: Sequence[str]) -> int:
     settings = DecodeSettings.from_argv(argv)
 
     # Imported after the flags are read: --help and a wrong flag need no torch.
-    from decode_worker.worker import serve
+    with importing():
+        from decode_worker.worker import serve
 
     return run_program(lambda stop: serve(settings, stop), settings)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from diptych.runtime.process import exit_on_sigterm, leave, run_program
+from diptych.runtime.process import exit_on_sigterm, importing, leave, run_program
 from prefill_worker.config import PrefillSettings
 
 
@@ -15,7 +15,8 @@ def main(argv: Sequence[str]) -> int:
     settings = PrefillSettings.from_argv(argv)
 
     # Imported after the flags are read: --help and a wrong flag need no torch.
-    from prefill_worker.worker import serve
+    with importing():
+        from prefill_worker.worker import serve
 
     return run_program(lambda stop: serve(settings, stop), settings)
 

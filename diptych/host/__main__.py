@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from diptych.host.config import HostSettings, read_settings
-from diptych.runtime.process import exit_on_sigterm, leave, run_program, set_up_logging
+from diptych.runtime.process import exit_on_sigterm, importing, leave, run_program, set_up_logging
 from diptych.runtime.settings import CANNOT_START, StartupError
 
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
     # Imported after the flags are read: a wrong flag needs no torch.
-    from diptych.host.program import serve
+    with importing():
+        from diptych.host.program import serve
 
     return run_program(lambda stop: serve(settings, stop), settings.own)
 

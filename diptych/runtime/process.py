@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import NoReturn
 
 import uvloop
@@ -82,6 +82,19 @@ def exit_on_sigterm() -> None:
     has no handler for. It would start, serve, and be killed in the middle of its work when the grace is over.
     """
     signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Pause the garbage collector while a program's modules are imported.
+
+    It finds nothing to free in them, and takes a tenth of a start's CPU time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def leave(status: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """Programs under run_program, as real processes."""
 
+import gc
 import importlib
 import json
 import os
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from diptych.runtime import process
 
 ROOT = Path(__file__).parents[3]
 
@@ -205,3 +208,14 @@ def test_a_program_has_all_the_descriptors_that_it_may_have() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "(512, 512)"
+
+
+def test_the_collector_rests_while_modules_are_imported_and_goes_on_after_a_failure():
+    def start() -> None:
+        with process.importing():
+            assert not gc.isenabled()
+            importlib.import_module("diptych.no_such_module")
+
+    with pytest.raises(ImportError):
+        start()
+    assert gc.isenabled()
