@@ -114,6 +114,7 @@ def check_resumed(served: Adapted, victim: int) -> None:
     assert resumed(served.stack, PROMPTS[2], TOKENS, victim, lora=A) == expected
 
 
+@pytest.mark.full
 def test_two_adapters_and_the_base_from_one_process_to_two_ranks_and_after_a_ranks_death(
     tmp_path: Path,
 ) -> None:

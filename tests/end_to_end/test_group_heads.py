@@ -71,6 +71,7 @@ def check(
             assert resumed(stack, PROMPT, TOKENS, victim=size_of(decode) - 1) == expected[0]
 
 
+@pytest.mark.full
 def test_an_eagle_head_knows_the_text_of_two_ranks(tmp_path: Path) -> None:
     model = tiny_model.write(tmp_path / "tiny")
     head = knowing_head.write(tmp_path / "head", model, [PROMPT], TOKENS)

@@ -46,7 +46,7 @@ def model_of(folder: Path, family: str) -> Path:
 @pytest.mark.parametrize(
     ("family", "workers", "flags"),
     [
-        ("lfm2", 1, []),
+        pytest.param("lfm2", 1, [], marks=pytest.mark.full),
         *(pytest.param(family, 2, [], marks=pytest.mark.full) for family in TARGETS),
         pytest.param("jamba", 2, [*IN_TORCH, "--transport", "tcp"], marks=pytest.mark.full),
     ],
