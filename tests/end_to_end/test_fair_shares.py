@@ -87,6 +87,7 @@ def part_of_single(answers: Counter[tuple[str, str]], contested: str) -> float:
     return single / (single + both)
 
 
+@pytest.mark.full  # gateways in one process do so in tests/gateway/admission
 def test_tenant_of_two_gateways_leaves_the_first_one_to_the_other_tenant(gateways: Gateways) -> None:
     """The answers of a gateway are counted, not seconds: the ratio is that of a busy machine too."""
     answers = asyncio.run(served(gateways.first, gateways.second, gateways))
@@ -95,6 +96,7 @@ def test_tenant_of_two_gateways_leaves_the_first_one_to_the_other_tenant(gateway
     assert answers[gateways.second, "both"] > 0
 
 
+@pytest.mark.full
 def test_gateway_that_shares_nothing_gives_equal_parts(gateways: Gateways) -> None:
     """The control."""
     answers = asyncio.run(served(gateways.alone, gateways.second, gateways))

@@ -76,6 +76,7 @@ def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
     assert moved > 0
 
 
+@pytest.mark.full  # test_features_together.py drafts, too
 def test_drafted_tokens_change_nothing() -> None:
     """Alone and beside each other, in steps that leave room for drafts; some drafts have to be right."""
     prompts = [prompt for prompt in reference.short_prompts()[::2] if len(prompt) <= 260]

@@ -358,7 +358,9 @@ def test_a_broken_stream_goes_on_with_its_images_and_no_others(served: Served) -
         ask(served.stack, request([("user", ["Go on about ", other])], **resumed))
 
 
-@pytest.mark.parametrize("role", ["decode", "encode", pytest.param("prefill", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "role", ["encode", *(pytest.param(role, marks=pytest.mark.full) for role in ("decode", "prefill"))]
+)
 def test_a_worker_that_dies_under_an_image_changes_no_token(served: Served, role: str) -> None:
     """A decode worker dies in mid-stream, the others as soon as they have the pixels.
 

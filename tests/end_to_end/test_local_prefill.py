@@ -55,6 +55,7 @@ def test_local_greedy_output_is_that_of_transformers(local: Stack) -> None:
     assert local.metric("decode", "diptych_local_prefills_total") >= len(prompts) + len(prompts[::3])
 
 
+@pytest.mark.full
 def test_local_seeded_output_is_that_of_one_process(local: Stack) -> None:
     before = remote_prompts(local)
     assert asyncio.run(disaggregated(local.address)) == aggregated()

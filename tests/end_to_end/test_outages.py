@@ -78,7 +78,7 @@ async def answer_after_restart(address: str) -> tuple[int, ...]:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.full), "decode"])
 def test_a_killed_worker_costs_a_status_and_comes_back(stack: Stack, role: str) -> None:
     before = stack.account[role][0]["pid"]
     outcomes = asyncio.run(streams_through_a_death(stack, role))

@@ -130,7 +130,9 @@ def test_damaged_blocks_are_never_read(over_tcp: Breakable) -> None:
     assert measured.ended["exact"] + measured.ended["exact after a retry"]
 
 
-@pytest.mark.parametrize(("number", "victim"), [(0, "prefill"), (1, "decode")])
+@pytest.mark.parametrize(
+    ("number", "victim"), [pytest.param(0, "prefill", marks=pytest.mark.full), (1, "decode")]
+)
 def test_pull_whose_either_side_dies_costs_no_token(over_tcp: Breakable, number: int, victim: Victim) -> None:
     pull_kills.strike(over_tcp, pull_kills.STATES[number], victim, "killed")
 

@@ -39,7 +39,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("within", ["reasoning", "answer"])
+@pytest.mark.parametrize("within", ["reasoning", pytest.param("answer", marks=pytest.mark.full)])
 @pytest.mark.parametrize("choices", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_a_stream_is_the_undisturbed_one_wherever_its_worker_dies(
     system: System, within: str, choices: int
