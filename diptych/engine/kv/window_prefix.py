@@ -89,9 +89,9 @@ class WindowPrefix:
         """
         cached, end = window.cached_places, len(keys)
         shared = next((at for at in range(cached, end) if self._owns(blocks[at], keys[at])), end)
-        first = max(0, shared - self._reach)
-        if shared == cached:
+        if shared <= cached:  # or its keys end before the cached prefix does
             return
+        first = max(0, shared - self._reach)
         # Others may have come or gone since the ring was made for a place to part at.
         there = set(window.lasting(first, len(blocks)))
         if there.issuperset(range(first, shared)):

@@ -64,3 +64,11 @@ def test_pages_that_later_places_took_would_be_entered(monkeypatch: pytest.Monke
     with pytest.raises(BlockMisuse):
         enter(5, 12)
     assert enter(5, 13)[12] != 12
+
+
+def test_a_prompt_that_enters_nothing_has_no_parting_page() -> None:
+    """Its keys end before the cached prefix that it reads, as those of a request that may not write the cache."""
+    pool = BlockPool(100)
+    own, pinned, ring = (pool.allocate(count * GROUPS.tables) for count in (PLACES, 1, 4))
+    WindowPrefix(pool, GROUPS, SIZE).insert_shared(PromptWindow(GROUPS.tables, pinned, ring, 3), own, [])
+    assert not pool.cached()
