@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from diptych.engine.batch import SequenceStep
 
+LOST_ROWS = "rows %s of a step read recurrent states that are not those before them"
+"""Message of a step some of whose pages were those behind other tokens."""
+
 
 class StateCut(NamedTuple):
     """A cut of a chunk: states behind it are kept, or guesses end there."""

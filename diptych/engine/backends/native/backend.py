@@ -46,6 +46,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.stage_images import rows_of_stage
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
+from diptych.engine.state_cuts import LOST_ROWS
 from diptych.engine.weights import Storage, Weights
 from kernels import int8_cache
 from kernels.cpu import library as native
@@ -399,7 +400,7 @@ class NativeBackend:
         )
         if any(batch.stale):
             found = [number for number, one in enumerate(batch.stale) if one]
-            _LOG.error("rows %s of a step read recurrent states that are not those before them", found)
+            _LOG.error(LOST_ROWS, found)
         if status == native.ALL_ABORTED:
             return logits.fill_(torch.nan), batch
         self._check(status)

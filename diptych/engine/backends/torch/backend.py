@@ -19,6 +19,7 @@ from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.backends.torch.row_groups import attention_of, group_tables
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.state_cuts import LOST_ROWS
 from diptych.engine.weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class TorchBackend:
                 aborted = [abort is not None and abort.is_aborted(i) for i in range(len(sequences))]
                 logits[[aborted[i] or i in stale for i in owners]] = torch.nan
             if stale:
-                _LOG.error("rows %s of a step read recurrent states that are not those before them", stale)
+                _LOG.error(LOST_ROWS, stale)
             if taps is None:
                 return StepOutput.logits_only(logits)
             features = torch.cat([kept[tap] for tap in taps], dim=-1).float().cpu() if taps else None

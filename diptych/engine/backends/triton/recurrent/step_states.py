@@ -19,6 +19,7 @@ import torch
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.state_layout import StateLayout
+from diptych.engine.state_cuts import LOST_ROWS
 from kernels.state_pages import NO_PAGE, StateRuns
 
 _FLOAT = 4
@@ -80,7 +81,7 @@ class PackedStates:
             if lost := (there & (last[: len(there)] >= 0)).nonzero().flatten().tolist():
                 begin = runs.rows.start
                 rows = [begin + (one if runs.offsets is None else int(runs.offsets[one])) for one in lost]
-                _log.error("rows %s of a step read recurrent states that are not those before them", rows)
+                _log.error(LOST_ROWS, rows)
 
 
 def state_firsts(layout: StateLayout) -> dict[int, tuple[int, ...]]:
