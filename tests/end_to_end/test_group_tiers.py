@@ -21,6 +21,7 @@ from tests.end_to_end.group_tiers import (
     wait_stored,
 )
 from tests.end_to_end.rank_processes import Degrees, alone
+from tests.end_to_end.stack import Stack
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
@@ -75,6 +76,14 @@ def test_ranks_with_memories_of_their_own_find_their_blocks_in_the_tier(
             assert stack.metric("prefill", LOADED) > 0
 
 
+def check_found(stack: Stack, folder: Path, expected: list[list[int]], *, hits: bool) -> None:
+    """Compare answers, say whether the tier had blocks of every prompt, and wait until it has all."""
+    found = completions(stack, PROMPTS, TOKENS)
+    assert tokens_of(found) == expected
+    assert all(tier_blocks(found)) == hits
+    wait_stored(folder, STORED)
+
+
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_ranks_with_memories_of_their_own_and_others_share_blocks(tmp_path: Path, transport: str) -> None:
     """Ranks that map one memory, one process, and stages find the same files; other parts do not."""
@@ -85,10 +94,7 @@ def test_ranks_with_memories_of_their_own_and_others_share_blocks(tmp_path: Path
     for number, (prefill, decode) in enumerate(pairs):
         either = "tcp" if {"own-memories"} & {*prefill, *decode} else transport
         with tiered(model, folder, prefill, decode, either, backend="torch") as stack:
-            found = completions(stack, PROMPTS, TOKENS)
-            assert tokens_of(found) == expected
-            assert all(tier_blocks(found)) == (number > 0)
-            wait_stored(folder, STORED)
+            check_found(stack, folder, expected, hits=number > 0)
     assert len(list(folder.rglob("*.kv"))) == STORED
 
 
@@ -101,10 +107,7 @@ def test_other_degrees_find_the_blocks_and_other_parts_do_not(
     expected = alone(model, 2, PROMPTS, TOKENS, backend=backend)
     for number, (prefill, decode) in enumerate(((TWO, ONE), (ONE, TWO), (TWO, TWO), (ONE, ONE))):
         with tiered(model, folder, prefill, decode, transport, backend=backend) as stack:
-            found = completions(stack, PROMPTS, TOKENS)
-            assert tokens_of(found) == expected
-            assert all(tier_blocks(found)) == (number > 0)
-            wait_stored(folder, STORED)
+            check_found(stack, folder, expected, hits=number > 0)
     (only,) = [path for path in folder.iterdir() if path.is_dir()]
     assert len(list(only.iterdir())) == STORED, "the degrees store the same blocks"
     others = alone(model, 1, PROMPTS, TOKENS, backend=backend)
@@ -123,10 +126,7 @@ def test_stages_and_one_process_find_one_anothers_blocks(tmp_path: Path, degrees
     one: Degrees = {"sum-parts": parts}
     for number, (prefill, decode) in enumerate(((degrees, degrees), (one, one), (degrees, degrees))):
         with tiered(model, folder, prefill, decode, "shared_memory") as stack:
-            found = completions(stack, PROMPTS, TOKENS)
-            assert tokens_of(found) == expected
-            assert all(tier_blocks(found)) == (number > 0)
-            wait_stored(folder, STORED)
+            check_found(stack, folder, expected, hits=number > 0)
 
 
 def test_the_bundled_model_finds_blocks_of_another_degree(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
+from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Checkpoint, LayerWeights
 from diptych.engine.weights.canonical import layer_shapes
@@ -286,6 +288,18 @@ def check_greedy(oracle: Any, backend: Any, shape: ModelShape, tokens: int, text
     for prompt, text in zip(prompts, mixed, strict=True):
         likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
         assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
+
+
+def check_bfloat16(oracle: Any, model: Model) -> None:
+    """Compare a bfloat16 model's logits with float32's: they are as near as transformers' in bfloat16.
+
+    Most tokens count, not all: one whose choice of experts rounding turns, which it does in both, is far off.
+    """
+    exact = oracle_logits(oracle, text_of(TEXT))
+    got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
+    peer = oracle_logits(copy.deepcopy(oracle).bfloat16(), text_of(TEXT))
+    ours, theirs = ((one - exact).norm(dim=1).median() for one in (got, peer))
+    assert ours < 1.25 * theirs
 
 
 def spoiled(checkpoint: Checkpoint, **changes: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,14 @@ from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.loaded_model import load_model
 from diptych.engine.weights import Checkpoint
 from diptych.engine.weights.checkpoint import read_checkpoint
-from tests.diptych.engine.models.family_models import TEXT, Stepper, check_greedy, oracle_logits, text_of
+from tests.diptych.engine.models.family_models import (
+    TEXT,
+    Stepper,
+    check_bfloat16,
+    check_greedy,
+    oracle_logits,
+    text_of,
+)
 from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
 
 EXACT = 1e-4
@@ -77,14 +83,8 @@ def test_greedy_tokens_equal_transformers_alone_and_mixed(
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(case: tuple[Any, Path]) -> None:
-    """Compare most tokens: one whose choice of experts rounding turns, which it does in both, is far off."""
     oracle, folder = case
-    model = load_model(folder, torch.bfloat16, backend="native")
-    exact = oracle_logits(oracle, text_of(TEXT))
-    got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
-    peer = oracle_logits(copy.deepcopy(oracle).bfloat16(), text_of(TEXT))
-    ours, theirs = ((one - exact).norm(dim=1).median() for one in (got, peer))
-    assert ours < 1.25 * theirs
+    check_bfloat16(oracle, load_model(folder, torch.bfloat16, backend="native"))
 
 
 def test_int8_is_as_near_to_float32_as_torch(case: tuple[Any, Path]) -> None:
