@@ -121,7 +121,7 @@ def test_a_decode_recording_that_fails_on_a_rank_is_dropped_by_all(
 def test_a_decode_step_with_adapters_is_eager_where_a_rank_cannot_record_it(
     oracle: Any, opened: OpenCheckpoint, folder: Path, ranks: ThreadGroup, group: Group, rank: int
 ) -> None:
-    """It is recorded when the first one comes, among steps: recordings 2 and 3 of a rank."""
+    """Fail recordings 2 and 3 of a rank, which are made among steps, when the first such one comes."""
     adapter = write_adapter(folder / f"adapter-{rank}", oracle, seed=1)
     backend = prepared(ranks, group, rank, FailingCapture((2, 3)))
     assert backend.allow_adapters(1, RANK) is None
@@ -135,7 +135,7 @@ def test_a_decode_step_with_adapters_is_eager_where_a_rank_cannot_record_it(
 def test_a_prompt_recording_that_fails_on_a_rank_is_the_last_of_all(
     ranks: ThreadGroup, group: Group, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a recording holds is tested with the kernels, which alone find blocks by their distance."""
+    """Record nothing here: only kernels find blocks by their distance, and are tested with recordings."""
 
     def record(self: PromptGraphs, tokens: int, sequences: int) -> tuple[int, int]:
         if self is ranks.backends[rank]._step._prompts and (tokens, sequences) == (32, 8):

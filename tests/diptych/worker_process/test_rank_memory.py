@@ -51,7 +51,7 @@ def test_ranks_on_a_card_leave_room_for_the_blocks_that_all_of_them_get() -> Non
 
 
 def test_ranks_whose_blocks_are_there_have_what_is_free() -> None:
-    """One of them was measured while the other kept memory that it gave back afterwards."""
+    """Measure one while the other keeps memory that it gives back afterwards."""
     ranks = [
         split_device_memory(weights=0, blocks=400, allocated=400, reserved=400, free=free, card="GPU-1")
         for free in (200, 150)

@@ -176,7 +176,7 @@ def near_draft(kind: str, backend: str) -> Model:
 async def test_a_draft_model_drafts(
     transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its keys and values go with the full blocks, and pages have room for none: hits and answers stay."""
+    """Keep its keys and values beside full blocks, and none beside pages: hits and answers stay."""
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(both_workers, "weights_of", near_weights)
     monkeypatch.setattr(both_workers, "draft_model", near_draft)

@@ -67,7 +67,7 @@ def test_pages_that_later_places_took_would_be_entered(monkeypatch: pytest.Monke
 
 
 def test_a_prompt_that_enters_nothing_has_no_parting_page() -> None:
-    """Its keys end before the cached prefix that it reads, as where a request may not write the cache."""
+    """Give it keys that end before its cached prefix, as those of a request that may not write the cache."""
     pool = BlockPool(100)
     own, pinned, ring = (pool.allocate(count * GROUPS.tables) for count in (PLACES, 1, 4))
     WindowPrefix(pool, GROUPS, SIZE).insert_shared(PromptWindow(GROUPS.tables, pinned, ring, 3), own, [])

@@ -164,7 +164,7 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
 def test_what_prompts_share_takes_one_page_however_far_it_is_from_the_end(
     page_blocks: int, tail: int
 ) -> None:
-    """Of the last `tail` places only the first and the two behind the prompt can be hit."""
+    """Keep of the last `tail` places the first, and the two behind the prompt: no other can be hit."""
     groups = state_groups([True, False], page_blocks)
     assert groups.ring_blocks(1000, 512, 16) == 2 * page_blocks
     assert groups.ring_blocks(1000, 512, 16, tail) == 3 * page_blocks

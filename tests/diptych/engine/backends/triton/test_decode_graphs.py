@@ -80,7 +80,7 @@ def test_replayed_steps_equal_eager_ones_as_batches_grow_and_shrink() -> None:
 def test_a_step_that_cannot_be_recorded_is_computed_by_a_larger_one_or_eagerly(
     failing: tuple[int, ...], left: list[int]
 ) -> None:
-    """Of recordings of three rows, two and one, those of these numbers fail after their work was done."""
+    """Let recordings of three rows, two and one fail, by their numbers, after their work was done."""
     ours, theirs = Pool(LAYOUT, 40), Pool(LAYOUT, 40)
     eager, replayed = backend(), backend()
     replayed.plan_decode(3, LAYOUT.block_size, FailingCapture(failing))

@@ -125,7 +125,7 @@ def bits(memory: KVMemory) -> torch.Tensor:
 
 
 def test_pages_are_those_of_torch() -> None:
-    """Whoever computes may go on from what the other one left."""
+    """Let either step go on from what the other one left."""
     torch_step = TorchBackend(RECURRENT, weights_of(RECURRENT, torch.float32))
     steps: tuple[Backend, Backend] = torch_step, meant()
     texts = [Text(KVMemory(LAYOUT, BLOCKS)) for _ in range(2)]
